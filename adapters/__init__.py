@@ -1,0 +1,1 @@
+"""How an adapter travels from the trainer to the engines and to disk."""

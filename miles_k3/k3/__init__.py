@@ -1,0 +1,1 @@
+"""The model, once: configuration, parameter table, oracle, operations and weights."""

@@ -1,0 +1,1 @@
+"""One file per formula of the model, each with a plain twin."""

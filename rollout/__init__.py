@@ -1,0 +1,1 @@
+"""Everything that turns prompts into graded samples."""

@@ -1,0 +1,1 @@
+"""The hybrid cache: append-only KV and overwritten recurrent states."""

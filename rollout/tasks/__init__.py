@@ -1,0 +1,1 @@
+"""Sources of prompts and the rewards that grade their answers."""

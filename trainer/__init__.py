@@ -1,0 +1,1 @@
+"""The LoRA trainer on megatron-core."""
