@@ -1,0 +1,37 @@
+"""One root for every error that a user can cause; each sentence says what came, what was expected and what to do."""
+
+
+class MilesError(Exception):
+    """Root of the product's errors: the CLI prints these without a traceback and exits with 2."""
+
+
+class ConfigError(MilesError):
+    """A recipe or a command line is wrong; holds every finding, not only the first."""
+
+    def __init__(self, problems: str | list[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class CheckpointError(MilesError):
+    """A model or run folder is missing, torn, or holds a tensor of another shape or dtype."""
+
+
+class AdapterError(MilesError):
+    """An adapter does not fit the model, the slots, or the version that was expected next."""
+
+
+class SyncError(MilesError):
+    """Trainer and engine disagree after a sync; the run stops rather than sample from stale weights."""
+
+
+class DataError(MilesError):
+    """A data set is empty, malformed, or does not fit the limits of the recipe."""
+
+
+class EngineError(MilesError):
+    """The rollout engine refused or failed a request."""
+
+
+class LaunchError(MilesError):
+    """The processes or devices that a recipe asks for can't be had."""

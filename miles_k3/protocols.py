@@ -1,0 +1,121 @@
+"""The three seams of the product: Task, Engine, Trainer. Everything else is detail behind one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from miles_k3.types import AdapterUpdate, Completion, Grade, Prompt, SamplingParams, StepStats, TrainBatch
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Task(Protocol):
+    """A source of prompts and the scorer of their answers."""
+
+    name: str
+
+    def next(self, n: int) -> list[Prompt]:
+        """The next `n` training prompts; advances the cursor."""
+        ...
+
+    def eval_prompts(self, n: int) -> list[Prompt]:
+        """The first `n` held-out prompts; never the same as any training prompt, same list at every call."""
+        ...
+
+    def grade(self, prompt: Prompt, text: str) -> Grade:
+        """Score one answer. Called in worker processes under a wall-clock limit; must not import torch."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The data cursor, JSON-serialisable."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put the cursor back. Raises CheckpointError when the state is not this task's."""
+        ...
+
+
+class Engine(Protocol):
+    """Samples from the current adapter. One request at a time from the caller's view; batches inside."""
+
+    @property
+    def adapter_version(self) -> int:
+        """The version that new requests use."""
+        ...
+
+    async def generate(
+        self, token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None,
+        adapter_version: int | None = None,
+    ) -> Completion:
+        """Continue `token_ids`. `adapter_version` pins a live version; default is the newest.
+
+        Raises EngineError when the prompt is empty or too long, the version is not live, or the engine sleeps.
+        """
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
+        """Log-probabilities of tokens 1.. of each sequence under the newest adapter: fp32 [len - 1] each."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its `generate` returns what it has, with FinishReason.ABORT. Unknown ids are ignored."""
+        ...
+
+    def load_adapter(self, update: AdapterUpdate) -> None:
+        """All or nothing: verify, fill the idle slot, flip. Requests in flight finish on their version.
+
+        Raises AdapterError and keeps the old version when anything is wrong.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give cache memory back. Raises EngineError while requests run."""
+        ...
+
+    def wake(self) -> None:
+        """Take cache memory again."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Counters and gauges: running, waiting, free pages, free state slots, generated tokens, seconds per phase."""
+        ...
+
+    def close(self) -> None:
+        """End the engine; pending requests are aborted."""
+        ...
+
+
+class Trainer(Protocol):
+    """Owns the adapter's parameters and their optimizer."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps done; the version of the adapter that `export_adapter` gives."""
+        ...
+
+    def step(self, batch: TrainBatch) -> StepStats:
+        """One optimizer step."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
+        """Like Engine.score, from the trainer's weights."""
+        ...
+
+    def export_adapter(self) -> AdapterUpdate:
+        """The whole adapter as it is now; tensors own their memory."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write adapter, optimizer, RNG and version into an existing empty folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Bring back what `save` wrote, bit for bit. Raises CheckpointError on anything missing or foreign."""
+        ...
+
+    def load_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Start from an exported adapter (PEFT import): fills the parameters, leaves optimizer and version alone."""
+        ...
