@@ -93,11 +93,11 @@ class Trainer(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps done; the version of the adapter that `export_adapter` gives."""
+        """Calls of `step` so far; the version of the adapter that `export_adapter` gives."""
         ...
 
     def step(self, batch: TrainBatch) -> StepStats:
-        """One optimizer step."""
+        """Train on one harvest: an optimizer step per mini-batch. An empty batch (all groups dropped) takes none."""
         ...
 
     def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:

@@ -134,15 +134,26 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrainBatch:
+class MiniBatch:
     """One optimizer step: micro-batches plus the denominators that make the loss independent of their number.
 
-    `num_loss_tokens` and `num_sequences` count the whole step (all micro-batches, all data-parallel ranks).
+    `num_loss_tokens` and `num_sequences` count the whole mini-batch (all micro-batches, all data-parallel ranks);
+    sequences without a single loss token don't count.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     num_loss_tokens: int
     num_sequences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainBatch:
+    """One harvest of rollouts, split into the optimizer steps taken on it.
+
+    `temperature` is the one the rollouts were sampled at; the trainer divides its logits by it before the softmax.
+    """
+
+    mini_batches: tuple[MiniBatch, ...]
     temperature: float
     ledger: Ledger
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -150,7 +161,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What one optimizer step measured; `metrics` go to metrics.jsonl under `train/`."""
+    """What one `Trainer.step` measured, averaged over its optimizer steps; `metrics` go to metrics.jsonl under `train/`."""
 
     loss: float
     grad_norm: float
