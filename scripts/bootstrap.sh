@@ -43,13 +43,13 @@ find_python() {
     fi
     local candidate pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
     for candidate in python3.12 python3.13 python3 "$pyenv"/3.12*/bin/python3 "$pyenv"/3.13*/bin/python3 \
-        "$pyenv"/*/bin/python3 "$(uv python find '>=3.12' 2>/dev/null || true)"; do
-        if [ -n "$candidate" ] && is_usable "$candidate"; then
+        "$pyenv"/*/bin/python3; do
+        if is_usable "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    return 1
+    candidate=$(uv python find '>=3.12' 2>/dev/null) && is_usable "$candidate" && echo "$candidate"
 }
 
 make_env() { # folder

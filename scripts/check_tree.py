@@ -43,7 +43,7 @@ def find_leaks(text: str, checkout: str) -> list[tuple[int, str]]:
 
 
 def tracked_texts(root: Path) -> list[tuple[str, str]]:
-    """Return (name, text) of each tracked text file; links, binaries and files deleted in the work tree are left out."""
+    """Return (name, text) of each tracked text file that is there; links and binaries are left out."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=root, check=True, capture_output=True, text=True).stdout
     texts = []
     for name in filter(None, listing.split("\0")):
