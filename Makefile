@@ -43,7 +43,7 @@ test-sglang: env
 	HF_HUB_OFFLINE=1 $(PYTEST) -m sglang --timeout=1800 --durations=10 $(ARGS)
 
 lint: env
-	@.venv/bin/pre-commit run --all-files --show-diff-on-failure
+	@.venv/bin/pre-commit run --all-files
 
 format: env
 	@.venv/bin/ruff check --fix-only --quiet .
