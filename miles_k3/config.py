@@ -11,39 +11,48 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
-    """Strict: unknown keys, text where a number belongs and later changes are all errors."""
+    """Strict: unknown keys, text where a number belongs, infinities and later changes are all errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+Text = Annotated[str, Field(min_length=1)]
+FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*$")]
 
 
 class RunSection(Section):
     """Where a run lives and how long it goes on."""
 
-    name: str = Field(default="run", description="Folder name under `folder`.")
-    folder: str = Field(default="runs", description="Parent folder of all runs.")
+    name: FolderName = Field(default="run", description="Folder name under `folder`.")
+    folder: Text = Field(default="runs", description="Parent folder of all runs.")
     seed: int = Field(default=0, ge=0, description="Seeds data order, sampling and adapter initialisation.")
     steps: int = Field(default=100, ge=0, description="Optimizer steps; 0 evaluates only.")
     save_every: int = Field(default=10, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep_checkpoints: PositiveInt = Field(default=2, description="Newest checkpoints kept on disk.")
-    wandb: Literal["off", "offline", "online"] = Field(default="off", description="Chosen before start; never ends a run.")
-    wandb_project: str = Field(default="miles-k3", description="Project name for wandb.")
+    wandb: Literal["off", "offline", "online"] = Field(
+        default="off", description="Chosen before start; never ends a run."
+    )
+    wandb_project: Text = Field(default="miles-k3", description="Project name for wandb.")
     threads: int = Field(default=0, ge=0, description="CPU threads for torch; 0 leaves torch's own choice.")
 
 
 class ModelSection(Section):
     """The base checkpoint and the precision it is computed in."""
 
-    path: str = Field(description="Hugging Face folder: config.json, tokenizer.json, MXFP4 safetensors.")
-    dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="Compute and storage type of the dense base.")
+    path: Text = Field(description="Hugging Face folder: config.json, tokenizer.json, MXFP4 safetensors.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="Compute and storage type of the dense base."
+    )
     base_dtype: Literal["bf16", "mxfp4"] = Field(
-        default="bf16", description="bf16: experts dequantised once, shared by trainer and engine; mxfp4: they stay packed."
+        default="bf16",
+        description="bf16: experts dequantised once, shared by trainer and engine; mxfp4: they stay packed.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one.")
-    mla_latent_norm_eps: float | None = Field(default=None, gt=0.0, description="Eps of the MLA latent norms; null takes rms_norm_eps.")
+    mla_latent_norm_eps: float | None = Field(
+        default=None, gt=0.0, description="Eps of the MLA latent norms; null takes rms_norm_eps."
+    )
 
 
 class LoraSection(Section):
@@ -58,13 +67,23 @@ class LoraSection(Section):
 class TaskSection(Section):
     """Prompts and their scorer."""
 
-    name: str = Field(description="reasoning_gym:<dataset> or jsonl:<path>.")
-    params: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset (reasoning_gym) or columns (jsonl).")
+    name: Text = Field(description="reasoning_gym:<dataset> or jsonl:<path>.")
+    params: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the dataset (reasoning_gym) or columns (jsonl)."
+    )
     system_prompt: str | None = Field(default=None, description="System message put before every question.")
-    max_prompt_tokens: PositiveInt = Field(default=1024, description="Longer prompts are an error, or skipped and counted.")
-    on_bad_prompt: Literal["error", "skip"] = Field(default="error", description="Malformed lines and overlong prompts.")
-    scorer: Literal["auto", "math", "exact"] = Field(default="auto", description="jsonl only: math-verify or exact match; auto is math.")
-    reward_timeout_s: float = Field(default=5.0, gt=0.0, description="Wall-clock limit of one grading; then reward 0, counted.")
+    max_prompt_tokens: PositiveInt = Field(
+        default=1024, description="Longer prompts are an error, or skipped and counted."
+    )
+    on_bad_prompt: Literal["error", "skip"] = Field(
+        default="error", description="Malformed lines and overlong prompts."
+    )
+    scorer: Literal["auto", "math", "exact"] = Field(
+        default="auto", description="jsonl only: math-verify or exact match; auto is math."
+    )
+    reward_timeout_s: float = Field(
+        default=5.0, gt=0.0, description="Wall-clock limit of one grading; then reward 0, counted."
+    )
     reward_workers: PositiveInt = Field(default=1, description="Grading processes.")
 
 
@@ -72,10 +91,12 @@ class SamplingSection(Section):
     """How rollouts are sampled."""
 
     temperature: float = Field(default=1.0, gt=0.0, description="Must be above 0 for training.")
-    top_p: Fraction = 1.0
+    top_p: Fraction = Field(default=1.0, description="Likeliest tokens up to this probability; 1 keeps all.")
     top_k: int = Field(default=0, ge=0, description="0 keeps every token.")
     max_new_tokens: PositiveInt = Field(default=64, description="Answer length limit in tokens.")
-    stop: tuple[str, ...] = Field(default=(), strict=False, description="Stop strings, beside the end-of-message token.")
+    stop: tuple[Text, ...] = Field(
+        default=(), strict=False, description="Stop strings, beside the end-of-message token."
+    )
 
 
 class RolloutSection(Section):
@@ -88,7 +109,9 @@ class RolloutSection(Section):
     max_lora_rank: PositiveInt = Field(default=16, description="Rank that the engine's adapter slots hold.")
     max_running: PositiveInt = Field(default=256, description="Requests decoded at once.")
     page_size: PositiveInt = Field(default=16, description="Tokens per MLA latent page.")
-    num_pages: int = Field(default=0, ge=0, description="MLA latent pages; 0 sizes them for max_running full-length requests.")
+    num_pages: int = Field(
+        default=0, ge=0, description="MLA latent pages; 0 sizes them for max_running full-length requests."
+    )
     prefill_chunk_tokens: PositiveInt = Field(default=4096, description="Prompt tokens computed per engine step.")
 
 
@@ -96,17 +119,32 @@ class AlgorithmSection(Section):
     """Advantages and loss. Each knob changes the loss; a test proves it."""
 
     advantage: Literal["grpo", "rloo", "group_mean", "none"] = Field(
-        default="grpo", description="grpo: (r - mean) / std; group_mean: r - mean; rloo: r - mean of the others; none: r."
+        default="grpo",
+        description="grpo: (r - mean) / std; group_mean: r - mean; rloo: r - mean of the others; none: r.",
     )
-    drop_equal_groups: bool = Field(default=True, description="Groups whose rewards are all equal carry no signal and are dropped.")
-    mask_truncated: bool = Field(default=False, description="Answers cut by max_new_tokens keep their reward but get no loss.")
-    loss_normalization: Literal["token", "sequence"] = Field(default="token", description="Mean over tokens, or over sequences of token means.")
+    drop_equal_groups: bool = Field(
+        default=True, description="Groups whose rewards are all equal carry no signal and are dropped."
+    )
+    mask_truncated: bool = Field(
+        default=False, description="Answers cut by max_new_tokens keep their reward but get no loss."
+    )
+    loss_normalization: Literal["token", "sequence"] = Field(
+        default="token", description="Mean over tokens, or over sequences of token means."
+    )
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0, description="Ratio floor 1 - clip_low.")
     clip_high: float = Field(default=0.28, ge=0.0, description="Ratio ceiling 1 + clip_high (clip-higher).")
-    dual_clip: float | None = Field(default=None, gt=1.0, description="Bound c of the loss for negative advantages; null is off.")
-    kl_coef: float = Field(default=0.0, ge=0.0, description="Weight of KL(policy || base) in the loss; the base is the model with the adapter off.")
+    dual_clip: float | None = Field(
+        default=None, gt=1.0, description="Bound c of the loss for negative advantages; null is off."
+    )
+    kl_coef: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Weight of KL(policy || base) in the loss; the base is the model with the adapter off.",
+    )
     importance_cap: float | None = Field(
-        default=2.0, gt=0.0, description="Truncated importance correction: weight min(p_trainer / p_engine, cap); null is off."
+        default=2.0,
+        gt=0.0,
+        description="Truncated importance correction: weight min(p_trainer / p_engine, cap); null is off.",
     )
     entropy_coef: float = Field(default=0.0, ge=0.0, description="Weight of the entropy bonus.")
 
@@ -114,10 +152,10 @@ class AlgorithmSection(Section):
 class ParallelSection(Section):
     """Megatron layout; the product of tp, pp, cp and dp is the world size."""
 
-    tp: PositiveInt = 1
-    pp: PositiveInt = 1
-    cp: PositiveInt = 1
-    ep: PositiveInt = 1
+    tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks.")
+    pp: PositiveInt = Field(default=1, description="Pipeline stages.")
+    cp: PositiveInt = Field(default=1, description="Context-parallel ranks.")
+    ep: PositiveInt = Field(default=1, description="Expert-parallel ranks.")
 
 
 class TrainerSection(Section):
@@ -125,14 +163,20 @@ class TrainerSection(Section):
 
     lr: float = Field(default=1e-5, ge=0.0, description="Adam's peak learning rate.")
     lr_warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up from 0.")
-    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
-    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    adam_eps: float = Field(default=1e-8, gt=0.0)
-    weight_decay: float = Field(default=0.0, ge=0.0)
+    lr_decay: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="After the warm-up: constant, or down to 0 at run.steps."
+    )
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="Decay of the gradient's mean.")
+    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0, description="Decay of the squared gradient's mean.")
+    adam_eps: float = Field(default=1e-8, gt=0.0, description="Keeps Adam's division finite.")
+    weight_decay: float = Field(default=0.0, ge=0.0, description="Decoupled (AdamW), on every adapter factor.")
     grad_clip: float = Field(default=1.0, ge=0.0, description="Global gradient norm limit; 0 is off.")
-    micro_batch_tokens: PositiveInt = Field(default=8192, description="Tokens of one packed micro-batch; a longer sequence is refused.")
-    updates_per_rollout: PositiveInt = Field(default=1, description="Optimizer steps per harvest: the groups are split into this many batches.")
+    micro_batch_tokens: PositiveInt = Field(
+        default=8192, description="Tokens of one packed micro-batch; a longer sequence is refused."
+    )
+    updates_per_rollout: PositiveInt = Field(
+        default=1, description="Optimizer steps per harvest: the groups are split into this many batches."
+    )
     parallel: ParallelSection = ParallelSection()
 
 
@@ -149,7 +193,9 @@ class SyncSection(Section):
 
     canary_tokens: PositiveInt = Field(default=64, description="Length of the fixed trajectory both sides score.")
     canary_max_diff: float | None = Field(
-        default=None, gt=0.0, description="Largest mean |dlogprob| allowed; null takes 1e-3 in float32 and 5e-2 in bfloat16."
+        default=None,
+        gt=0.0,
+        description="Largest mean |dlogprob| allowed; null takes 1e-3 in float32 and 5e-2 in bfloat16.",
     )
 
 
@@ -176,12 +222,22 @@ class Recipe(Section):
             )
         if self.rollout.group_size == 1 and self.algorithm.advantage != "none":
             problems.append(
-                f"rollout.group_size is 1 but algorithm.advantage {self.algorithm.advantage!r} compares samples of a group: "
-                "every advantage would be 0; set rollout.group_size: 2 or more, or algorithm.advantage: none"
+                f"rollout.group_size is 1 but algorithm.advantage {self.algorithm.advantage!r} compares samples of a "
+                "group: every advantage would be 0; set rollout.group_size: 2 or more, or algorithm.advantage: none"
             )
         if self.rollout.prompts_per_step % self.trainer.updates_per_rollout:
             problems.append(
-                f"rollout.prompts_per_step {self.rollout.prompts_per_step} is not a multiple of trainer.updates_per_rollout {self.trainer.updates_per_rollout}"
+                f"rollout.prompts_per_step {self.rollout.prompts_per_step} is not a multiple of "
+                f"trainer.updates_per_rollout {self.trainer.updates_per_rollout}; the groups are split evenly over the "
+                "updates, so choose numbers that divide"
+            )
+        longest = self.task.max_prompt_tokens + self.rollout.sampling.max_new_tokens
+        num_pages, page_size = self.rollout.num_pages, self.rollout.page_size
+        if 0 < num_pages * page_size < longest:
+            problems.append(
+                f"rollout.num_pages {num_pages} of rollout.page_size {page_size} hold {num_pages * page_size} tokens, "
+                f"but one request may take {longest} (task.max_prompt_tokens + rollout.sampling.max_new_tokens); "
+                f"set rollout.num_pages: {-(-longest // page_size)} or more, or 0"
             )
         if problems:
             raise ValueError("\n".join(problems))
