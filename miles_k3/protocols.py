@@ -47,7 +47,11 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None,
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
         adapter_version: int | None = None,
     ) -> Completion:
         """Continue `token_ids`. `adapter_version` pins a live version; default is the newest.

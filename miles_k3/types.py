@@ -71,7 +71,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """One score of one answer. `failure` names why a scorer gave none (timeout, exception, NaN); the reward is then 0."""
+    """One score of one answer; `failure` names why a scorer gave none (timeout, NaN, ...), the reward is then 0."""
 
     reward: float
     failure: str | None = None
@@ -161,7 +161,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What one `Trainer.step` measured, averaged over its optimizer steps; `metrics` go to metrics.jsonl under `train/`."""
+    """What one `Trainer.step` measured, averaged over its optimizer steps; `metrics` are logged under `train/`."""
 
     loss: float
     grad_norm: float

@@ -154,7 +154,10 @@ class K3Config:
         linear = text.get("linear_attn_config")
         if not isinstance(linear, Mapping):
             raise CheckpointError("config.json: text_config.linear_attn_config is missing; a Kimi K3 model has one")
-        problems = [*_refusals(text, _REQUIRED_TEXT, "text_config"), *_refusals(linear, _REQUIRED_LINEAR, "linear_attn_config")]
+        problems = [
+            *_refusals(text, _REQUIRED_TEXT, "text_config"),
+            *_refusals(linear, _REQUIRED_LINEAR, "linear_attn_config"),
+        ]
         values: dict[str, Any] = {}
 
         def take(source: Mapping[str, Any], key: str, name: str) -> None:
@@ -190,7 +193,9 @@ class K3Config:
         try:
             raw = json.loads(path.read_text())
         except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist; model.path must be a Hugging Face folder with config.json") from None
+            raise CheckpointError(
+                f"{path} does not exist; model.path must be a Hugging Face folder with config.json"
+            ) from None
         except json.JSONDecodeError as e:
             raise CheckpointError(f"{path}:{e.lineno}: not JSON ({e.msg}); copy the file again") from None
         return cls.from_json(raw)

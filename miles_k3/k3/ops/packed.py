@@ -1,0 +1,62 @@
+"""Packed sequences: one stream of T tokens cut by cu_seqlens, and its padded [B, L] view.
+
+Shapes: T tokens of the stream, B sequences, L the longest of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Index maps of one packed stream, made once a forward and shared by every layer.
+
+    `rows_T`, `cols_T`: sequence and position of each token. `max_len` is a Python int, so nothing waits for a device.
+    """
+
+    cu_seqlens: Tensor  # int64 [B+1]
+    rows_T: Tensor
+    cols_T: Tensor
+    num_seqs: int
+    max_len: int
+
+    @classmethod
+    def from_lengths(cls, lengths: list[int] | tuple[int, ...], device: torch.device | str = "cpu") -> Packed:
+        """From Python lengths (each >= 1); no device synchronisation."""
+        lens = torch.tensor(lengths, dtype=torch.int64)
+        cu = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(lens, 0, out=cu[1:])
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), lens)
+        cols = torch.arange(int(cu[-1])) - cu[:-1].repeat_interleave(lens)
+        return cls(cu.to(device), rows.to(device), cols.to(device), len(lengths), max(lengths, default=0))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor) -> Packed:
+        """From cu_seqlens [B+1] of any integer type; reads it on the host once."""
+        cu = cu_seqlens.tolist()
+        return cls.from_lengths([b - a for a, b in zip(cu, cu[1:], strict=False)], cu_seqlens.device)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows_T.shape[0]
+
+    @property
+    def lengths_B(self) -> Tensor:
+        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+
+    def pad(self, x: Tensor, value: float = 0.0) -> Tensor:
+        """[T, ...] -> [B, L, ...], right-padded with `value`."""
+        out = x.new_full((self.num_seqs, self.max_len, *x.shape[1:]), value)
+        return out.index_put((self.rows_T, self.cols_T), x)
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """[B, L, ...] -> [T, ...]."""
+        return x[self.rows_T, self.cols_T]
+
+    def last_index_B(self) -> Tensor:
+        """Stream index of each sequence's last token."""
+        return self.cu_seqlens[1:] - 1
