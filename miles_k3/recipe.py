@@ -11,6 +11,7 @@ on the command line to the current folder. `run.folder` is always relative to th
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,9 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Load
     layers = _Layers()
     for path, document in _read_chain(file, layers):
         _add_file(layers, path, document)
+    if Path(path_or_name).is_dir():  # a run may have been moved since its recipe was written
+        run = Path(path_or_name).absolute()
+        overrides = [f"run.folder={json.dumps(str(run.parent))}", f"run.name={json.dumps(run.name)}", *overrides]
     for override in overrides:
         _add_override(layers, override)
     values = _resolve(layers.config, layers)

@@ -1,0 +1,232 @@
+"""A dry run: everything that a run needs, tried out before it starts, each answered in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles_k3.config import Recipe
+from miles_k3.errors import MilesError
+from miles_k3.estimate import available_bytes, checkpoint_bytes, memory_estimate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from miles_k3.k3.config import K3Config
+    from miles_k3.rollout.tasks.registry import GradedTask
+    from miles_k3.types import Prompt
+
+MEMORY_MARGIN = 0.9  # an estimate above this share of what is free is refused
+TRIED_PROMPTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The answer to one question about a recipe."""
+
+    name: str
+    ok: bool
+    text: str
+
+
+class _Findings(list[Finding]):
+    def add(self, name: str, ok: bool, text: str) -> None:
+        self.append(Finding(name, ok, text))
+
+    @contextmanager
+    def asking(self, name: str) -> Iterator[None]:
+        """An error of the product inside the block is the answer to the question, one finding a sentence."""
+        try:
+            yield
+        except (MilesError, OSError) as error:
+            for line in str(error).splitlines():
+                self.add(name, False, line)
+
+
+def check_recipe(recipe: Recipe) -> list[Finding]:
+    """Ask every question that can be answered; what depends on a failed one is left out. Loads no weights."""
+    found = _Findings()
+    _check_sizes(found, recipe)
+    config = _check_model(found, recipe)
+    tokenizer = _check_tokenizer(found, recipe, config)
+    if tokenizer is not None:
+        _check_task(found, recipe, tokenizer)
+    if config is not None:
+        _check_disk(found, recipe, config)
+        _check_memory(found, recipe, config)
+    return list(found)
+
+
+def print_findings(findings: list[Finding], console: Console | None = None) -> None:
+    """One line a finding, ✓ or ✗ first."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for finding in findings:
+        mark = Text("✓", "green") if finding.ok else Text("✗", "bold red")
+        table.add_row(mark, Text(finding.name, "bold"), Text(finding.text))
+    (console or Console(highlight=False)).print(table)
+
+
+def longest_sequence(recipe: Recipe) -> int:
+    """Tokens of the longest prompt and answer that the recipe allows."""
+    return recipe.task.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens
+
+
+def _check_sizes(found: _Findings, recipe: Recipe) -> None:
+    longest, packed = longest_sequence(recipe), recipe.trainer.micro_batch_tokens
+    if longest <= packed:
+        found.add("sizes", True, f"the longest sequence of {longest} tokens fits into a micro-batch of {packed}")
+    else:
+        found.add(
+            "sizes", False,
+            f"a sequence may have {longest} tokens (task.max_prompt_tokens + rollout.sampling.max_new_tokens), a "
+            f"micro-batch holds {packed}; set trainer.micro_batch_tokens: {longest} or shorten the others",
+        )  # fmt: skip
+
+
+def _check_model(found: _Findings, recipe: Recipe) -> K3Config | None:
+    from miles_k3.k3.config import K3Config
+
+    config = None
+    with found.asking("model"):
+        folder = Path(recipe.model.path)
+        config = K3Config.from_folder(folder)
+        layers = f"{len(config.kda_layers)} KDA and {len(config.mla_layers)} MLA layers, {config.num_experts} experts"
+        found.add("model", True, f"{folder}: {layers}")
+        longest, limit = longest_sequence(recipe), config.max_position_embeddings
+        hint = "" if longest <= limit else "; lower task.max_prompt_tokens or rollout.sampling.max_new_tokens"
+        found.add("length", longest <= limit, f"sequences of up to {longest} tokens, the model takes {limit}{hint}")
+        _check_weights(found, folder, config)
+    return config
+
+
+def _check_weights(found: _Findings, folder: Path, config: K3Config) -> None:
+    from miles_k3.k3.params import iter_params
+    from miles_k3.k3.safetensors_io import Checkpoint
+
+    with found.asking("weights"), Checkpoint(folder) as checkpoint:
+        problems = checkpoint.check(iter_params(config))
+        for problem in problems[:10]:
+            found.add("weights", False, problem)
+        if len(problems) > 10:
+            found.add("weights", False, f"and {len(problems) - 10} more tensors")
+        if not problems:
+            files = {header.file for header in checkpoint.headers.values()}
+            found.add(
+                "weights", True, f"{len(checkpoint.headers)} tensors in {len(files)} files, headers and sizes right"
+            )
+
+
+def _check_tokenizer(found: _Findings, recipe: Recipe, config: K3Config | None) -> Any | None:
+    from transformers import AutoTokenizer
+
+    folder = recipe.model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        found.add(
+            "tokenizer", False, f"{folder}: no tokenizer that transformers can load ({reason}); add tokenizer.json"
+        )
+        return None
+    size = len(tokenizer)
+    fits = config is None or size <= config.vocab_size
+    limit = "" if config is None else f", the model has {config.vocab_size} rows"
+    found.add("tokenizer", fits, f"{size} tokens{limit}")
+    return tokenizer if fits and _check_template(found, folder, tokenizer) else None
+
+
+def _check_template(found: _Findings, folder: str, tokenizer: Any) -> bool:
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        found.add("template", False, f"{folder} has no chat template; add chat_template.jinja")
+        return False
+    try:
+        messages = [{"role": "user", "content": "2 + 2 = ?"}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, ValueError, TypeError) as error:
+        found.add("template", False, f"the chat template of {folder} can't be rendered: {error}")
+        return False
+    found.add("template", "2 + 2 = ?" in text, f"a question becomes {text!r}")
+    return "2 + 2 = ?" in text
+
+
+def _check_task(found: _Findings, recipe: Recipe, tokenizer: Any) -> None:
+    from miles_k3.rollout.tasks.registry import make_task
+
+    with found.asking("task"):
+        task = make_task(recipe.task, tokenizer, seed=recipe.run.seed)
+        prompts = task.next(TRIED_PROMPTS)
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        skipped = f"; skipped {task.skipped}" if task.skipped else ""
+        found.add(
+            "task",
+            True,
+            f"{task.name}: prompts of up to {longest} tokens, {recipe.task.max_prompt_tokens} allowed{skipped}",
+        )
+        if recipe.eval.prompts:
+            held_out = len(task.eval_prompts(recipe.eval.prompts))
+            found.add("eval", held_out > 0, f"{held_out} held-out prompts")
+        with found.asking("reward"):
+            _check_reward(found, recipe, task, prompts)
+
+
+def _check_reward(found: _Findings, recipe: Recipe, task: GradedTask, prompts: list[Prompt]) -> None:
+    from miles_k3.rollout.tasks.rewards import RewardPool
+
+    prompt = next((p for p in prompts if p.answer), None)
+    with RewardPool(task, 1, recipe.task.reward_timeout_s) as pool:
+
+        async def ask() -> tuple[Any, Any]:
+            asked = prompt or prompts[0]
+            return await pool.grade(asked, asked.answer), await pool.grade(asked, "")
+
+        right, empty = asyncio.run(ask())
+    if failure := right.failure or empty.failure:
+        found.add("reward", False, f"grading failed: {failure}; see the task's scorer and task.reward_timeout_s")
+    elif prompt is None:
+        found.add("reward", True, f"an empty answer gets {empty.reward:g}; the task gives no right answer to try")
+    else:
+        ok = right.reward >= 1.0 and empty.reward < right.reward
+        text = f"the right answer {prompt.answer!r} gets {right.reward:g}, an empty one {empty.reward:g}"
+        found.add(
+            "reward", ok, text if ok else f"{text}; expected 1 and less: check the task's answers and task.scorer"
+        )
+
+
+def _check_disk(found: _Findings, recipe: Recipe, config: K3Config) -> None:
+    with found.asking("disk"):
+        needed = (recipe.run.keep_checkpoints + 1) * checkpoint_bytes(recipe, config)
+        folder = Path(recipe.run.folder).expanduser().absolute()
+        while not folder.exists():
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
+        kept = f"{recipe.run.keep_checkpoints} checkpoints and one being written"
+        hint = "" if needed <= free else "; lower run.keep_checkpoints or choose another run.folder"
+        found.add("disk", needed <= free, f"{_gb(needed)} for {kept}, {_gb(free)} free in {folder}{hint}")
+
+
+def _check_memory(found: _Findings, recipe: Recipe, config: K3Config) -> None:
+    with found.asking("memory"):
+        parts = memory_estimate(recipe, config)
+        needed, (where, free) = sum(parts.values()), available_bytes(recipe.model.device)
+        listed = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
+        ok = needed <= MEMORY_MARGIN * free
+        hint = "" if ok else "; lower rollout.max_running or trainer.micro_batch_tokens, or set model.base_dtype: mxfp4"
+        found.add("memory", ok, f"about {_gb(needed)} ({listed}), {_gb(free)} free on {where}{hint}")
+
+
+def _gb(size: float) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size / 1e6:.0f} MB"

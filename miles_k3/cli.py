@@ -1,0 +1,199 @@
+"""The command line. Commands import what they need when they run, so that --help answers at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from miles_k3.errors import MilesError
+
+if TYPE_CHECKING:
+    from miles_k3.recipe import LoadedRecipe
+
+app = typer.Typer(
+    help="Post-train Kimi K3 with reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipe_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
+app.add_typer(recipe_app, name="recipe")
+
+RecipeArg = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one value, e.g. --set trainer.lr=1.0e-4.")
+]
+USER_ERROR = 2
+
+
+def main() -> None:
+    """Entry point: a MilesError becomes its sentences on stderr and exit code 2; `--debug`, wherever it is on the line,
+    shows where the error came from."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1
+    try:
+        app(["--debug", *arguments] if debug else arguments)
+    except MilesError as error:
+        if debug:
+            raise
+        for line in str(error).splitlines():
+            typer.echo(f"error: {line}", err=True)
+        sys.exit(USER_ERROR)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors and more of the log.")] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and exit.")
+    ] = False,
+) -> None:
+    import logging
+
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    for noisy in ("matplotlib", "urllib3", "filelock", "asyncio", "markdown_it"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+@app.command()
+def train(
+    recipe: RecipeArg,
+    overrides: SetOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run from its newest checkpoint.")] = False,
+) -> None:
+    """Post-train a model as the recipe says."""
+    from miles_k3.recipe import load_recipe
+    from miles_k3.run_folder import RunFolder
+
+    loaded = load_recipe(recipe, overrides or [])
+    with RunFolder.create(loaded.recipe, resume=resume) as run:
+        typer.echo(f"run folder: {run.path}", err=True)
+        from miles_k3.loop import run_training
+
+        run_training(loaded.recipe, run, resume=resume)
+
+
+@app.command("eval")
+def evaluate(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a run's folder and its adapter.")],
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", metavar="FOLDER", help="PEFT folder; for a run its own is taken.")
+    ] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Measure held-out accuracy, of the base model or with an adapter."""
+    import dataclasses
+
+    from miles_k3.errors import ConfigError
+    from miles_k3.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    if adapter is None and loaded.path.name == "recipe.yaml" and Path(recipe).is_dir():
+        adapter = Path(recipe) / "adapter"
+        if not adapter.is_dir():
+            raise ConfigError(
+                f"{adapter} does not exist: the run has exported no adapter yet; name one with --adapter, or evaluate "
+                f"the base model through {loaded.path}"
+            )
+    if adapter is not None and not adapter.is_dir():
+        raise ConfigError(f"--adapter {adapter}: no such folder; expected a PEFT folder with adapter_config.json")
+    from miles_k3.loop import run_eval
+
+    result = run_eval(loaded.recipe, adapter)
+    for field in dataclasses.fields(result):
+        value = getattr(result, field.name)
+        typer.echo(f"{field.name}: {value:.4f}" if isinstance(value, float) else f"{field.name}: {value}")
+
+
+@app.command()
+def check(recipe: RecipeArg, overrides: SetOption = None) -> None:
+    """Try out everything a run needs, without training: model, data, template, reward, disk, memory."""
+    from miles_k3.check import check_recipe, print_findings
+    from miles_k3.recipe import load_recipe
+
+    findings = check_recipe(load_recipe(recipe, overrides or []).recipe)
+    print_findings(findings)
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    out: Annotated[Path, typer.Option("--out", help="The comparison's picture, for several runs.")] = Path("runs.png"),
+) -> None:
+    """Draw a run's reward, mismatch and time as PNG; for several runs also one picture that compares them."""
+    from miles_k3.plot import plot_run, plot_runs
+
+    for picture in [path for run in runs for path in plot_run(run)] + ([plot_runs(runs, out)] if len(runs) > 1 else []):
+        typer.echo(picture)
+
+
+@app.command()
+def demo(seed: Annotated[int, typer.Option("--seed", min=0, help="Another seed, another run.")] = 0) -> None:
+    """Post-train the tiny model that ships with the product, in about three minutes."""
+    from miles_k3.demo import run_demo
+
+    run_demo(seed)
+
+
+@app.command()
+def version() -> None:
+    """Show the product's version and those of the libraries that decide its numbers."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    from miles_k3 import __version__
+
+    typer.echo(f"miles-k3 {__version__}")
+    typer.echo(f"python {sys.version.split()[0]}")
+    for package in ("torch", "megatron-core", "transformers", "triton", "flash-linear-attention", "sglang"):
+        try:
+            typer.echo(f"{package} {installed(package)}")
+        except PackageNotFoundError:
+            typer.echo(f"{package} not installed")
+
+
+@recipe_app.command("show")
+def show_recipe(recipe: RecipeArg, overrides: SetOption = None) -> None:
+    """Print every value in effect and where it came from."""
+    from miles_k3.recipe import load_recipe
+
+    for line in _value_lines(load_recipe(recipe, overrides or [])):
+        typer.echo(line)
+
+
+@recipe_app.command("list")
+def list_recipes() -> None:
+    """Print the names of the recipes that come with the product."""
+    from miles_k3.recipe import shipped_recipes
+
+    for name in shipped_recipes():
+        typer.echo(name)
+
+
+def _value_lines(loaded: LoadedRecipe) -> list[str]:
+    """Aligned `key  value  source` lines; plain text, so that they can be searched and compared."""
+    import json
+
+    from miles_k3.recipe import flatten
+
+    rows = [
+        (key, json.dumps(value, ensure_ascii=False), loaded.sources[key])
+        for key, value in flatten(loaded.recipe.model_dump())
+    ]
+    key_width = max(len(key) for key, _, _ in rows)
+    value_width = min(48, max(len(value) for _, value, _ in rows))
+    return [f"{key:<{key_width}}  {value:<{value_width}}  {source}" for key, value, source in rows]
