@@ -68,11 +68,16 @@ def print_findings(findings: list[Finding], console: Console | None = None) -> N
     from rich.table import Table
     from rich.text import Text
 
+    console = console or Console(highlight=False)
+    if not console.is_terminal:  # whole lines, for pipes and logs
+        for finding in findings:
+            console.print(f"{'✓' if finding.ok else '✗'} {finding.name}: {finding.text}", markup=False, soft_wrap=True)
+        return
     table = Table(box=None, show_header=False, padding=(0, 1))
     for finding in findings:
         mark = Text("✓", "green") if finding.ok else Text("✗", "bold red")
         table.add_row(mark, Text(finding.name, "bold"), Text(finding.text))
-    (console or Console(highlight=False)).print(table)
+    console.print(table)
 
 
 def longest_sequence(recipe: Recipe) -> int:
@@ -126,15 +131,18 @@ def _check_weights(found: _Findings, folder: Path, config: K3Config) -> None:
 
 
 def _check_tokenizer(found: _Findings, recipe: Recipe, config: K3Config | None) -> Any | None:
+    folder = recipe.model.path
+    if not (Path(folder) / "tokenizer.json").is_file():
+        found.add("tokenizer", False, f"{folder}/tokenizer.json does not exist; copy it from the model's source")
+        return None
     from transformers import AutoTokenizer
 
-    folder = recipe.model.path
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         found.add(
-            "tokenizer", False, f"{folder}: no tokenizer that transformers can load ({reason}); add tokenizer.json"
+            "tokenizer", False, f"{folder}: transformers can't load the tokenizer ({reason}); copy its files again"
         )
         return None
     size = len(tokenizer)

@@ -30,16 +30,17 @@ def memory_estimate(recipe: Recipe, config: K3Config) -> dict[str, int]:
     """Bytes by purpose for trainer and engine in one process with one rank."""
     itemsize = FP32 if recipe.model.dtype == "float32" else BF16
     trained = _adapter_numbers(recipe, config)
-    tokens = recipe.trainer.micro_batch_tokens
-    on_cpu = recipe.model.device == "cpu"
-    return {
+    hidden = ACTIVATIONS_PER_LAYER * config.num_hidden_layers * config.hidden_size * itemsize
+    logits = LOGIT_COPIES * config.vocab_size * FP32
+    parts = {
         "base": _base_bytes(recipe, config, itemsize),
         "adapter": trained * (COPIES_IN_TRAINING * FP32 + LIVE_ADAPTERS * itemsize),
         "cache": cache_bytes(recipe, config, itemsize),
-        "activations": tokens
-        * (LOGIT_COPIES * config.vocab_size * FP32 + ACTIVATIONS_PER_LAYER * config.num_hidden_layers * config.hidden_size * itemsize),
-        "processes": (PROCESS_BYTES if on_cpu else 0) + (recipe.task.reward_workers * GRADER_BYTES if on_cpu else 0),
-    }  # fmt: skip
+        "activations": recipe.trainer.micro_batch_tokens * (hidden + logits),
+    }
+    if recipe.model.device == "cpu":
+        parts["processes"] = PROCESS_BYTES + recipe.task.reward_workers * GRADER_BYTES
+    return parts
 
 
 def cache_bytes(recipe: Recipe, config: K3Config, itemsize: int) -> int:
