@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from miles_k3.errors import CheckpointError
+from miles_k3.k3 import config_format
+from miles_k3.k3.config_format import MXFP4_GROUP as MXFP4_GROUP  # for everyone who reads shapes
 
-# config.json field -> value that this implementation is written for; another value would silently change the maths.
-_REQUIRED_TEXT = {
-    "hidden_act": "situ",
-    "mla_use_nope": True,
-    "mla_use_output_gate": True,
-    "moe_layer_freq": 1,
-    "moe_router_activation_func": "sigmoid",
-    "num_expert_group": 1,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-}
-_REQUIRED_LINEAR = {"use_full_rank_gate": True}
 _SAME_NAME = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
     "first_k_dense_replace", "rms_norm_eps", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
@@ -29,7 +21,27 @@ _SAME_NAME = (
     "routed_expert_hidden_size", "latent_moe_use_norm", "moe_renormalize", "routed_scaling_factor",
     "max_position_embeddings",
 )  # fmt: skip
-MXFP4_GROUP = 32
+# field of K3Config or VisionShape -> its key in the file
+_TEXT_KEYS = {name: name for name in _SAME_NAME} | {
+    "situ_beta": "activation_situ_beta",
+    "situ_linear_beta": "activation_situ_linear_beta",
+}
+_LINEAR_KEYS = {
+    "kda_num_heads": "num_heads",
+    "kda_head_dim": "head_dim",
+    "short_conv_kernel_size": "short_conv_kernel_size",
+    "gate_lower_bound": "gate_lower_bound",
+}
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_VISION_KEYS = {
+    "hidden_size": "vt_hidden_size",
+    "num_layers": "vt_num_hidden_layers",
+    "intermediate_size": "vt_intermediate_size",
+    "qkv_hidden_size": "qkv_hidden_size",
+    "patch_size": "patch_size",
+    "pos_emb_height": "init_pos_emb_height",
+    "pos_emb_width": "init_pos_emb_width",
+}
 A_LOG_MULTIPLE = 128  # the release pads A_log with zeros to a multiple of this
 
 
@@ -91,9 +103,9 @@ class K3Config:
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        problems = list(_inconsistencies(self))
-        if problems:
-            raise CheckpointError("config.json: " + "; ".join(problems))
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        problems = [p for name in _KINDS if (p := config_format.field_problem(name, _KINDS[name], values[name]))]
+        _refuse("K3Config", problems or list(config_format.cross_problems(values)))
 
     # --- layers -------------------------------------------------------------------------------------------------
     def is_mla(self, layer: int) -> bool:
@@ -146,128 +158,126 @@ class K3Config:
 
     # --- file ---------------------------------------------------------------------------------------------------
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any], *, mla_latent_norm_eps: float | None = None) -> K3Config:
-        """Read the published shape. Raises CheckpointError naming every missing or unsupported field."""
-        text = raw.get("text_config")
-        if not isinstance(text, Mapping):
-            raise CheckpointError("config.json: text_config is missing; expected the published Kimi K3 layout")
-        linear = text.get("linear_attn_config")
-        if not isinstance(linear, Mapping):
-            raise CheckpointError("config.json: text_config.linear_attn_config is missing; a Kimi K3 model has one")
-        problems = [
-            *_refusals(text, _REQUIRED_TEXT, "text_config"),
-            *_refusals(linear, _REQUIRED_LINEAR, "linear_attn_config"),
-        ]
-        values: dict[str, Any] = {}
+    def from_json(cls, raw: Mapping[str, Any], *, mla_latent_norm_eps: float | None = None,
+                  source: str = "config.json") -> K3Config:  # fmt: skip
+        """Read the published shape; the eps of the MLA latent norms is `rms_norm_eps` unless given or in the file.
 
-        def take(source: Mapping[str, Any], key: str, name: str) -> None:
-            if key in source and source[key] is not None:
-                values[name] = source[key]
-            else:
-                problems.append(f"{key} is missing")
-
-        for name in _SAME_NAME:
-            take(text, name, name)
-        experts_key = "num_experts_per_token" if "num_experts_per_token" in text else "num_experts_per_tok"
-        take(text, experts_key, "num_experts_per_token")
-        take(text, "activation_situ_beta", "situ_beta")
-        take(text, "activation_situ_linear_beta", "situ_linear_beta")
-        take(linear, "num_heads", "kda_num_heads")
-        take(linear, "head_dim", "kda_head_dim")
-        take(linear, "short_conv_kernel_size", "short_conv_kernel_size")
-        take(linear, "gate_lower_bound", "gate_lower_bound")
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            take(raw if key in raw else text, key, key)
-        problems += _layer_list_problems(text, linear)
-        if problems:
-            raise CheckpointError("config.json: " + "; ".join(problems))
+        Raises CheckpointError with a line for every missing, wrong or unsupported field, each beginning with `source`.
+        """
+        text = _object(raw, "text_config", source)
+        linear = _object(text, "linear_attn_config", source)
+        problems = [*config_format.text_problems(raw, text, linear)]
+        problems += config_format.layer_list_problems(text.get("num_hidden_layers"), linear)
+        old_name = "num_experts_per_token" not in text and "num_experts_per_tok" in text
+        experts = "num_experts_per_tok" if old_name else "num_experts_per_token"
+        values = _take(text, {**_TEXT_KEYS, "num_experts_per_token": experts}, "text_config.", problems)
+        values |= _take(linear, _LINEAR_KEYS, "linear_attn_config.", problems)
+        for key in _TOKENS:
+            values |= _take(raw if key in raw else text, {key: key}, "", problems)
+        vision = _vision_shape(raw["vision_config"], problems) if raw.get("vision_config") is not None else None
+        if mla_latent_norm_eps is not None:
+            values["mla_latent_norm_eps"] = mla_latent_norm_eps
+        elif "mla_latent_norm_eps" in text:
+            values |= _take(text, {"mla_latent_norm_eps": "mla_latent_norm_eps"}, "text_config.", problems)
+        else:
+            values["mla_latent_norm_eps"] = values.get("rms_norm_eps")
+        _refuse(source, problems)
         values["mla_layers"] = tuple(sorted(i - 1 for i in linear["full_attn_layers"]))
-        eps = values["rms_norm_eps"] if mla_latent_norm_eps is None else mla_latent_norm_eps
-        vision = _vision_shape(raw["vision_config"]) if raw.get("vision_config") else None
-        return cls(**values, mla_latent_norm_eps=eps, vision=vision, raw=raw)
+        _refuse(source, list(config_format.cross_problems(values)))
+        return cls(**values, vision=vision, raw=copy.deepcopy(dict(raw)))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> K3Config:
-        """Read `folder/config.json`. Raises CheckpointError when it is missing or is not JSON."""
+        """Read `folder/config.json`. Raises CheckpointError when it is missing, is not JSON, or is unfit."""
         path = Path(folder) / "config.json"
         try:
-            raw = json.loads(path.read_text())
+            raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path} does not exist; model.path must be a Hugging Face folder with config.json"
             ) from None
+        except OSError as e:
+            raise CheckpointError(f"{path} can't be read ({e.strerror}); check the path and its permissions") from None
         except json.JSONDecodeError as e:
             raise CheckpointError(f"{path}:{e.lineno}: not JSON ({e.msg}); copy the file again") from None
-        return cls.from_json(raw)
+        except UnicodeDecodeError as e:
+            raise CheckpointError(f"{path}: not UTF-8 text ({e.reason}); copy the file again") from None
+        if not isinstance(raw, dict):
+            raise CheckpointError(f"{path}: holds a {type(raw).__name__}; expected the published Kimi K3 object")
+        return cls.from_json(raw, source=str(path))
 
     def to_json(self) -> dict[str, Any]:
         """The published shape: `raw` with our values written over it, so fields we don't know survive."""
-        raw = json.loads(json.dumps(self.raw)) if self.raw else {}
-        text = raw.setdefault("text_config", {})
-        for name in _SAME_NAME:
-            text[name] = getattr(self, name)
-        text["num_experts_per_token"] = self.num_experts_per_token
-        text["activation_situ_beta"] = self.situ_beta
-        text["activation_situ_linear_beta"] = self.situ_linear_beta
-        text.update({k: v for k, v in _REQUIRED_TEXT.items() if k not in text})
-        linear = text.setdefault("linear_attn_config", {})
-        linear.update(
-            num_heads=self.kda_num_heads, head_dim=self.kda_head_dim, gate_lower_bound=self.gate_lower_bound,
-            short_conv_kernel_size=self.short_conv_kernel_size, use_full_rank_gate=True,
-            full_attn_layers=[i + 1 for i in self.mla_layers], kda_layers=[i + 1 for i in self.kda_layers],
-        )  # fmt: skip
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            raw[key] = getattr(self, key)
+        raw = copy.deepcopy(dict(self.raw)) if self.raw else config_format.skeleton()
+        text = raw["text_config"]
+        linear = text["linear_attn_config"]
+        text.update({key: getattr(self, name) for name, key in _TEXT_KEYS.items()})
+        linear.update({key: getattr(self, name) for name, key in _LINEAR_KEYS.items()})
+        linear["full_attn_layers"] = [i + 1 for i in self.mla_layers]
+        linear["kda_layers"] = [i + 1 for i in self.kda_layers]
+        experts = [k for k in ("num_experts_per_token", "num_experts_per_tok") if k in text]
+        text.update(dict.fromkeys(experts or ["num_experts_per_token"], self.num_experts_per_token))
+        if "num_key_value_heads" in text:
+            text["num_key_value_heads"] = self.num_attention_heads
+        if "mla_latent_norm_eps" in text or self.mla_latent_norm_eps != self.rms_norm_eps:
+            text["mla_latent_norm_eps"] = self.mla_latent_norm_eps
+        for key in _TOKENS:
+            (text if key in text and key not in raw else raw)[key] = getattr(self, key)
+        if self.vision is None:
+            raw.pop("vision_config", None)
+        else:
+            raw["vision_config"] = _vision_json(self.vision, raw.get("vision_config") or {})
         return raw
 
 
-def _refusals(found: Mapping[str, Any], required: Mapping[str, Any], where: str) -> list[str]:
-    return [
-        f"{where}.{key} is {found[key]!r}; this implementation covers {value!r} only"
-        for key, value in required.items()
-        if key in found and found[key] != value
-    ]
+_POSITIVE = ("rms_norm_eps", "mla_latent_norm_eps", "routed_scaling_factor", "situ_beta", "situ_linear_beta")
+_KINDS = {f.name: str(f.type) for f in fields(K3Config) if f.name not in ("mla_layers", "vision", "raw")}
+_KINDS |= dict.fromkeys(_TOKENS, "token") | dict.fromkeys(_POSITIVE, "positive")
 
 
-def _layer_list_problems(text: Mapping[str, Any], linear: Mapping[str, Any]) -> list[str]:
-    full, kda = linear.get("full_attn_layers"), linear.get("kda_layers")
-    if not isinstance(full, list) or not isinstance(kda, list):
-        return ["linear_attn_config.full_attn_layers and kda_layers must be lists of 1-based layer numbers"]
-    num = text.get("num_hidden_layers") or 0
-    both, union = sorted(set(full) & set(kda)), set(full) | set(kda)
-    missing, foreign = sorted(set(range(1, num + 1)) - union), sorted(union - set(range(1, num + 1)))
-    out = []
-    if both:
-        out.append(f"layers {both} are in full_attn_layers and in kda_layers")
-    if missing:
-        out.append(f"layers {missing} are in neither full_attn_layers nor kda_layers (they count from 1)")
-    if foreign:
-        out.append(f"layers {foreign} are outside 1..{num} (they count from 1)")
+def _refuse(source: str, problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError("\n".join(f"{source}: {p}" for p in problems))
+
+
+def _object(owner: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
+    found = owner.get(key)
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{source}: {key} is missing or no object; expected the published Kimi K3 layout")
+    return found
+
+
+def _take(found: Mapping[str, Any], keys: Mapping[str, str], where: str, problems: list[str]) -> dict[str, Any]:
+    """{field: value} for `keys` {field: key in the file}; what is missing or of a wrong type goes to `problems`."""
+    out = {}
+    for name, key in keys.items():
+        if found.get(key) is None:
+            problems.append(f"{where}{key} is missing; copy config.json from the checkpoint's source")
+        elif problem := config_format.field_problem(where + key, _KINDS.get(name, "int"), found[key]):
+            problems.append(problem)
+        else:
+            out[name] = float(found[key]) if _KINDS.get(name) in ("float", "positive") else found[key]
     return out
 
 
-def _inconsistencies(c: K3Config) -> list[str]:
-    out = []
-    for name in ("moe_intermediate_size", "routed_expert_hidden_size"):
-        if getattr(c, name) % MXFP4_GROUP:
-            out.append(f"{name} is {getattr(c, name)}; MXFP4 groups need a multiple of {MXFP4_GROUP}")
-    if not -5.0 <= c.gate_lower_bound < 0.0:
-        out.append(f"gate_lower_bound is {c.gate_lower_bound}; expected -5 <= bound < 0")
-    if not 0 < c.num_experts_per_token <= c.num_experts:
-        out.append(f"num_experts_per_token is {c.num_experts_per_token} of {c.num_experts} experts")
-    if c.first_k_dense_replace < 1:
-        out.append("first_k_dense_replace is 0; layer 0 must be dense")
+def _vision_shape(found: Any, problems: list[str]) -> VisionShape | None:
+    if not isinstance(found, Mapping):
+        problems.append(
+            f"vision_config is {json.dumps(found)}; expected an object, or leave it out for a text-only model"
+        )
+        return None
+    before = len(problems)
+    values = _take(found, _VISION_KEYS, "vision_config.", problems)
+    merge = found.get("merge_kernel", found.get("merge_kernel_size"))
+    if not isinstance(merge, list) or any(config_format.field_problem("", "int", m) for m in merge):
+        problems.append(f"vision_config.merge_kernel is {json.dumps(merge)}; expected two sizes, e.g. [2, 2]")
+    return None if len(problems) > before else VisionShape(**values, merge_factor=math.prod(merge))
+
+
+def _vision_json(v: VisionShape, raw: Mapping[str, Any]) -> dict[str, Any]:
+    out = {**raw, **{key: getattr(v, name) for name, key in _VISION_KEYS.items()}}
+    key = "merge_kernel_size" if "merge_kernel_size" in raw else "merge_kernel"
+    if math.prod(raw.get(key, [0])) != v.merge_factor:
+        side = math.isqrt(v.merge_factor)
+        out[key] = [side, side] if side * side == v.merge_factor else [1, v.merge_factor]
     return out
-
-
-def _vision_shape(v: Mapping[str, Any]) -> VisionShape:
-    try:
-        merge = v.get("merge_kernel_size") or v.get("merge_kernel") or [2, 2]
-        return VisionShape(
-            hidden_size=v["vt_hidden_size"], num_layers=v["vt_num_hidden_layers"],
-            intermediate_size=v["vt_intermediate_size"], qkv_hidden_size=v["qkv_hidden_size"],
-            patch_size=v["patch_size"], pos_emb_height=v["init_pos_emb_height"],
-            pos_emb_width=v["init_pos_emb_width"], merge_factor=merge[0] * merge[1],
-        )  # fmt: skip
-    except KeyError as e:
-        raise CheckpointError(f"config.json: vision_config.{e.args[0]} is missing") from None
