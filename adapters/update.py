@@ -1,0 +1,177 @@
+"""AdapterUpdate: made from live parameters, hashed, and judged before anything is loaded from it."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+
+import torch
+
+from miles_k3.adapters.layout import AdapterTensor, gate_up_pairs
+from miles_k3.errors import AdapterError
+from miles_k3.types import AdapterConfig, AdapterUpdate
+
+DTYPES = (torch.float32, torch.bfloat16)
+MAX_LISTED = 12  # names listed in one error; the rest is counted
+_CHUNK_BYTES = 64 << 20  # host memory that hashing a device tensor takes at most
+
+
+def make_update(version: int, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> AdapterUpdate:
+    """Clone live parameters into an update that owns its memory; dtype and device stay as they are.
+
+    The trainer hands over its compute dtype (float32 on a laptop, bfloat16 on GPUs), not its float32 masters.
+    """
+    owned = {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+    return AdapterUpdate(version=version, config=config, tensors=owned, sha256=adapter_sha256(version, config, owned))
+
+
+def adapter_sha256(version: int, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over version, config, and each tensor's name, dtype, shape and bytes, whatever the mapping's order."""
+    digest = hashlib.sha256()
+    head = [version, config.rank, float(config.alpha), config.share_gate_up_a, len(tensors)]
+    _hash_header(digest, head)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        _hash_header(digest, [name, str(tensor.dtype), list(tensor.shape)])
+        for chunk in tensor_bytes(tensor):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _hash_header(digest: hashlib._Hash, fields: list[object]) -> None:
+    text = json.dumps(fields).encode()
+    digest.update(len(text).to_bytes(8, "little") + text)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in row-major order, in pieces, without a second copy of a CPU tensor."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), _CHUNK_BYTES):
+        yield memoryview(flat[start : start + _CHUNK_BYTES].cpu().numpy())
+
+
+def update_bytes(update: AdapterUpdate) -> int:
+    """Payload bytes of an update."""
+    return sum(t.numel() * t.element_size() for t in update.tensors.values())
+
+
+def verify_update(
+    update: AdapterUpdate, layout: Mapping[str, AdapterTensor], *, max_rank: int, expected_version: int | None
+) -> None:
+    """Judge a whole update against `layout` (that of the update's own config) before any of it is loaded.
+
+    `expected_version` is the current version + 1, or None to take any version >= 0 (nothing has been loaded yet).
+    Raises AdapterError with every finding, one a line.
+    """
+    problems = [
+        *_number_findings(update, max_rank, expected_version),
+        *key_findings(update.tensors, layout),
+        *_tensor_findings(update.tensors, layout),
+        *_memory_findings(update.tensors),
+    ]
+    if update.config.share_gate_up_a:
+        problems += _shared_a_findings(update.tensors, layout)
+    if all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in update.tensors.values()):
+        found = adapter_sha256(update.version, update.config, update.tensors)
+        if found != update.sha256:
+            problems.append(
+                f"has sha256 {found[:12]}..., announced was {update.sha256[:12]}...: "
+                "version, config or tensors changed after the export; export it again"
+            )
+    if problems:
+        raise AdapterError("\n".join(f"adapter v{update.version} {problem}" for problem in problems))
+
+
+def _number_findings(update: AdapterUpdate, max_rank: int, expected_version: int | None) -> Iterator[str]:
+    rank = update.config.rank
+    if rank > max_rank:
+        yield f"has rank {rank}, slots hold {max_rank}; set rollout.max_lora_rank: {rank}"
+    if not (isfinite(update.config.alpha) and update.config.alpha > 0):
+        yield f"has alpha {update.config.alpha}; expected a finite number above 0"
+    if expected_version is None:
+        if update.version < 0:
+            yield "has a negative version; the first adapter is v0 (or the version a run resumes from)"
+    elif update.version != expected_version:
+        yield (
+            f"was expected to be v{expected_version}, one after the current v{expected_version - 1}: "
+            "a sync was lost, repeated or reordered"
+        )
+
+
+def key_findings(names: Mapping[str, object] | Sequence[str], layout: Mapping[str, object]) -> Iterator[str]:
+    """Sentences on missing and unmatched names, with a guess at what an unmatched one was meant to be."""
+    have = set(names)
+    missing = [name for name in layout if name not in have]
+    unmatched = [name for name in names if name not in layout]
+    if missing:
+        yield f"lacks {len(missing)} of {len(layout)} tensors: {listed(missing)}"
+    if unmatched:
+        shown = [name + _guess(name, missing, layout) for name in unmatched[:MAX_LISTED]]
+        yield f"has {len(unmatched)} keys that match nothing in this model: {listed(shown, total=len(unmatched))}"
+
+
+def _guess(name: str, missing: Sequence[str], layout: Mapping[str, object]) -> str:
+    for candidates in (missing, list(layout)):
+        close = difflib.get_close_matches(name, candidates[:2000], n=1, cutoff=0.8)
+        if close:
+            return f" (did you mean {close[0]}?)"
+    return ""
+
+
+def listed(names: Sequence[str], total: int | None = None) -> str:
+    """The first names, and how many more there are."""
+    total = len(names) if total is None else total
+    shown = ", ".join(names[:MAX_LISTED])
+    return shown if total <= MAX_LISTED else f"{shown} and {total - MAX_LISTED} more"
+
+
+def _tensor_findings(tensors: Mapping[str, torch.Tensor], layout: Mapping[str, AdapterTensor]) -> Iterator[str]:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            yield f"has {name} as {type(tensor).__name__}; expected a plain dense tensor"
+            continue
+        expected = layout.get(name)
+        if expected is not None and tuple(tensor.shape) != expected.shape:
+            yield (
+                f"has {name} of shape {list(tensor.shape)}, expected {list(expected.shape)}: "
+                "an adapter for another model or rank"
+            )
+        if tensor.dtype not in DTYPES:
+            yield f"has {name} in {tensor.dtype}, expected torch.float32 or torch.bfloat16"
+        elif tensor.numel() and not is_finite(tensor):
+            bad = int((~torch.isfinite(tensor)).sum())
+            yield f"has {bad} non-finite of {tensor.numel()} values in {name}: training diverged, lower trainer.lr"
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite, without a temporary of the tensor's size."""
+    low, high = torch.aminmax(tensor.detach())
+    return isfinite(low.item()) and isfinite(high.item())
+
+
+def _memory_findings(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    owner: dict[tuple[torch.device, int], str] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        own, held = tensor.numel() * tensor.element_size(), storage.nbytes()
+        first = owner.setdefault((tensor.device, storage.data_ptr()), name)
+        if first != name:
+            yield f"has {name} in the same memory as {first}; each tensor must own its memory, use make_update"
+        elif own != held or not tensor.is_contiguous():
+            yield f"has {name} as a view ({own} of {held} bytes); each tensor must own its memory, use make_update"
+        if tensor.requires_grad:
+            yield f"has {name} as a live parameter (it requires grad); hand over a detached copy, use make_update"
+
+
+def _shared_a_findings(tensors: Mapping[str, torch.Tensor], layout: Mapping[str, AdapterTensor]) -> Iterator[str]:
+    for gate, up in gate_up_pairs(layout):
+        a, b = tensors.get(gate), tensors.get(up)
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape:
+            continue  # already reported
+        if a.dtype != b.dtype or not torch.equal(a, b):
+            yield f"has different {gate} and {up}; export one A twice or set lora.share_gate_up_a: false"

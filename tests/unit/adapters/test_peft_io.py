@@ -1,0 +1,396 @@
+import json
+import os
+import warnings
+from dataclasses import replace
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from miles_k3.adapters.layout import adapter_layout, by_module, join_expert, split_expert, tensor_name
+from miles_k3.adapters.merge import merge_into
+from miles_k3.adapters.peft_config import LAYOUT_FIELD
+from miles_k3.adapters.peft_io import PREFIX, load_peft, save_peft
+from miles_k3.adapters.store import AdapterStore
+from miles_k3.adapters.update import make_update
+from miles_k3.errors import AdapterError
+from miles_k3.types import AdapterConfig
+
+LAYER = "language_model.model.layers.1."
+W1 = LAYER + "block_sparse_moe.experts.w1"
+
+
+def module_tree(config, seed=5):
+    """Every adapted weight as an nn.Linear below the checkpoint's module name, and a few that no adapter may touch."""
+    generator = torch.Generator().manual_seed(seed)
+    root = nn.Module()
+
+    def put(path, width_out, width_in):
+        *parents, leaf = path.split(".")
+        at = root
+        for part in parents:
+            if part not in dict(at.named_children()):
+                at.add_module(part, nn.Module())
+            at = at.get_submodule(part)
+        linear = nn.Linear(width_in, width_out, bias=False)
+        linear.weight.data = torch.randn(width_out, width_in, generator=generator) * 0.2
+        at.add_module(leaf, linear)
+
+    for module, (a, b) in by_module(adapter_layout(config, AdapterConfig(rank=1, alpha=1.0))).items():
+        paths = [module] if a.kind == "dense" else [join_expert(module, e) for e in range(config.num_experts)]
+        for path in paths:
+            put(path, b.shape[-2], a.shape[-1])
+    put(LAYER + "self_attn.q_proj", 8, 8)
+    put(LAYER + "block_sparse_moe.gate", 8, 8)
+    put(LAYER + "block_sparse_moe.routed_expert_down_proj", 8, 8)
+    return root
+
+
+def linears(model):
+    """Module name -> module, peft's wrapping taken off; only what a caller of the model would call."""
+    out = {}
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, nn.Linear | peft.tuners.lora.LoraLayer)
+            and ".lora_" not in name
+            and "base_layer" not in name
+        ):
+            out[name.removeprefix(PREFIX)] = module
+    return out
+
+
+def inputs(width):
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64).float()
+
+
+def load_with_peft(config, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # peft only warns about keys that it could not place
+        return peft.PeftModel.from_pretrained(module_tree(config), str(folder))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "adapters" / "final"
+
+
+@pytest.mark.parametrize(("rank", "alpha"), [(4, 6.0), (8, 16.0), (3, 3.0), (2, 0.5)])
+def test_trainer_engine_merged_and_peft_agree(config, new_update, folder, rank, alpha):
+    update = new_update(0, adapter=AdapterConfig(rank=rank, alpha=alpha))
+    save_peft(folder, update, "some/base")
+    base, tuned = linears(module_tree(config)), linears(load_with_peft(config, folder))
+    assert base.keys() == tuned.keys()
+    merged = merge_into({f"{name}.weight": m.weight.detach() for name, m in base.items()}, update)
+    store = AdapterStore(config, max_rank=8, dtype=torch.float32)
+    store.load(update)
+    slot = store.slots[0]
+    touched = 0
+    for name, plain in base.items():
+        x = inputs(plain.in_features)
+        by_peft = tuned[name](x) - plain(x)
+        by_merge = x @ (merged[f"{name}.weight"] - plain.weight).T
+        module, expert = split_expert(name)
+        if module not in slot.factors:
+            assert not by_peft.any()
+            assert not by_merge.any()
+            continue
+        touched += 1
+        a, b = (update.tensors[tensor_name(module, factor)] for factor in ("A", "B"))
+        by_trainer = lora(x, a, b, expert) * (alpha / rank)
+        pair = slot.get(module)
+        by_engine = lora(x, pair.a, pair.b, expert) * slot.scaling
+        for other in (by_engine, by_merge, by_peft):
+            torch.testing.assert_close(other, by_trainer, rtol=1e-5, atol=2e-5)
+        assert by_trainer.abs().max() > 0.01
+    assert touched == len(base) - 3
+
+
+def lora(x, a, b, expert):
+    if expert is not None:
+        a, b = a[min(expert, len(a) - 1)], b[min(expert, len(b) - 1)]
+    return x @ a.T @ b.T
+
+
+@pytest.mark.parametrize("expand", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip(config, adapter, new_update, folder, expand, dtype):
+    update = new_update(0, dtype=dtype)
+    save_peft(folder, update, "some/base", expand_experts=expand)
+    found, tensors = load_peft(folder, config)
+    assert found == adapter
+    assert list(tensors) == list(adapter_layout(config, adapter))
+    for name, tensor in tensors.items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, update.tensors[name])
+    assert make_update(0, found, tensors).sha256 == update.sha256
+
+
+def test_round_trip_without_a_shared_a(config, adapter, new_update, folder):
+    own = replace(adapter, share_gate_up_a=False)
+    update = new_update(0, adapter=own)
+    save_peft(folder, update, "some/base")
+    assert load_peft(folder, config)[0] == own
+
+
+def test_what_peft_saves_loads_here(config, adapter, new_update, folder, tmp_path):
+    update = new_update(0)
+    save_peft(folder, update, "some/base")
+    load_with_peft(config, folder).save_pretrained(str(tmp_path / "by_peft"), save_embedding_layers=False)
+    found, tensors = load_peft(tmp_path / "by_peft", config)
+    assert found == adapter
+    assert all(torch.equal(tensors[n], t) for n, t in update.tensors.items())
+
+
+def test_keys_and_config(config, adapter, new_update, folder, tmp_path):
+    update = new_update(0)
+    save_peft(folder, update, "some/base")
+    keys = load_file(folder / "adapter_model.safetensors")
+    assert f"{PREFIX}{LAYER}block_sparse_moe.experts.4.w1.lora_A.weight" in keys
+    assert all(t.dim() == 2 for t in keys.values())
+    fields = json.loads((folder / "adapter_config.json").read_text())
+    assert (fields["r"], fields["lora_alpha"], fields["base_model_name_or_path"]) == (4, 6, "some/base")
+    assert LAYOUT_FIELD not in fields
+
+    grouped = tmp_path / "grouped"
+    save_peft(grouped, update, "some/base", expand_experts=False)
+    assert load_file(grouped / "adapter_model.safetensors").keys() == {PREFIX + n for n in update.tensors}
+    fields = json.loads((grouped / "adapter_config.json").read_text())
+    assert fields[LAYOUT_FIELD] == "grouped"
+    targets = ["o_proj", "q_a_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj", "down_proj"]
+    assert sorted(fields["target_modules"]) == sorted(targets)
+
+
+def test_names_of_the_spec_without_a_prefix_load_too(config, new_update, folder):
+    update = new_update(0)
+    save_peft(folder, update, "some/base", expand_experts=False)
+    save_file(dict(update.tensors), folder / "adapter_model.safetensors")
+    assert all(torch.equal(t, update.tensors[n]) for n, t in load_peft(folder, config)[1].items())
+
+
+def test_same_tensors_give_the_same_bytes(new_update, tmp_path):
+    update = new_update(0)
+    other = make_update(9, update.config, dict(reversed(update.tensors.items())))
+    for name, u in (("a", update), ("b", other)):
+        save_peft(tmp_path / name, u, "some/base")
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+def contents(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_existing_folders(new_update, folder):
+    save_peft(folder, new_update(0), "some/base")
+    before = contents(folder)
+    save_peft(folder, new_update(0), "some/base")  # the same again
+    with pytest.raises(AdapterError, match=r"another adapter.*overwrite"):
+        save_peft(folder, new_update(1), "some/base")
+    assert contents(folder) == before
+    save_peft(folder, new_update(1), "some/base", overwrite=True)
+    assert contents(folder) != before
+    assert [p.name for p in folder.parent.iterdir()] == ["final"]
+
+
+def test_a_folder_with_other_files_is_never_replaced(new_update, folder):
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("x")
+    with pytest.raises(AdapterError, match=r"other files \(thesis\.tex\)"):
+        save_peft(folder, new_update(0), "some/base", overwrite=True)
+    assert contents(folder) == {"thesis.tex": b"x"}
+    assert [p.name for p in folder.parent.iterdir()] == ["final"]
+
+
+def test_a_file_in_the_way_and_an_empty_folder(new_update, folder):
+    folder.parent.mkdir()
+    folder.write_text("x")
+    with pytest.raises(AdapterError, match="is a file"):
+        save_peft(folder, new_update(0), "some/base", overwrite=True)
+    folder.unlink()
+    folder.mkdir()
+    save_peft(folder, new_update(0), "some/base")
+    assert len(contents(folder)) == 2
+
+
+def test_a_failed_write_leaves_the_old_adapter(new_update, folder, monkeypatch):
+    save_peft(folder, new_update(0), "some/base")
+    before = contents(folder)
+
+    def full_disk(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        save_peft(folder, new_update(1), "some/base", overwrite=True)
+    assert contents(folder) == before
+    assert [p.name for p in folder.parent.iterdir()] == ["final"]
+
+
+def test_files_are_synced_before_they_get_their_name(new_update, folder, monkeypatch):
+    events = []
+    fsync, rename = os.fsync, type(folder).rename
+    monkeypatch.setattr(os, "fsync", lambda d: (events.append(os.readlink(f"/proc/self/fd/{d}")), fsync(d))[1])
+    monkeypatch.setattr(type(folder), "rename", lambda s, t: (events.append(f"rename to {t.name}"), rename(s, t))[1])
+    save_peft(folder, new_update(0), "some/base")
+    names = [e if e.startswith("rename") else e.rpartition("/")[2] for e in events]
+    assert names[:2] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert names[2].endswith(".tmp")
+    assert names[3:] == ["rename to final", "adapters"]
+
+
+def test_a_changed_update_is_not_saved(new_update, folder):
+    update = new_update(0)
+    next(iter(update.tensors.values()))[0, 0] += 1
+    with pytest.raises(AdapterError, match="changed after the export"):
+        save_peft(folder, update, "some/base")
+    assert not folder.exists()
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def saved(new_update, folder):
+    save_peft(folder, new_update(0), "some/base")
+    return folder
+
+
+def edit_config(folder, **fields):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def edit_tensors(folder, edit):
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_rslora", True),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("rank_pattern", {"o_proj": 8}),
+        ("alpha_pattern", {"o_proj": 8}),
+        ("fan_in_fan_out", True),
+        ("lora_bias", True),
+        ("init_lora_weights", "pissa"),
+        ("target_parameters", ["experts.w1"]),
+        ("layer_replication", [[0, 2]]),
+        ("trainable_token_indices", [1]),
+        ("some_future_field", 1),
+        ("peft_type", "IA3"),
+        ("r", 0),
+        ("r", 4.0),
+        ("r", True),
+        ("lora_alpha", 0),
+        ("lora_alpha", None),
+        ("lora_alpha", "32"),
+        (LAYOUT_FIELD, "sideways"),
+    ],
+)
+def test_config_that_is_not_plain_lora(config, saved, field, value):
+    edit_config(saved, **{field: value})
+    with pytest.raises(AdapterError, match=f"{field} is "):
+        load_peft(saved, config)
+
+
+def test_config_findings_come_together(config, saved):
+    edit_config(saved, use_dora=True, use_rslora=True, r=-1)
+    with pytest.raises(AdapterError) as e:
+        load_peft(saved, config)
+    assert len(str(e.value).splitlines()) == 3
+
+
+def test_missing_folder_and_torn_files(config, saved, tmp_path):
+    with pytest.raises(AdapterError, match="does not exist"):
+        load_peft(tmp_path / "nowhere", config)
+    tensors = saved / "adapter_model.safetensors"
+    whole = tensors.read_bytes()
+    for size in (0, 4, 100, len(whole) - 1):
+        tensors.write_bytes(whole[:size])
+        with pytest.raises(AdapterError, match="not a whole safetensors file"):
+            load_peft(saved, config)
+    tensors.unlink()
+    with pytest.raises(AdapterError, match="expected a PEFT folder with adapter_model"):
+        load_peft(saved, config)
+    (saved / "adapter_config.json").write_text("{")
+    with pytest.raises(AdapterError, match="not JSON"):
+        load_peft(saved, config)
+
+
+def test_missing_unmatched_and_renamed_keys(config, saved):
+    good = f"{LAYER}block_sparse_moe.experts.3.w1.lora_A.weight"
+
+    def rename(tensors):
+        tensors[(PREFIX + good).replace(".w1.", ".w_1.")] = tensors.pop(PREFIX + good)
+        tensors["lm_head.lora_A.weight"] = torch.zeros(4, 4)
+
+    edit_tensors(saved, rename)
+    with pytest.raises(AdapterError) as e:
+        load_peft(saved, config)
+    text = str(e.value)
+    assert "lacks 1 of" in text
+    assert "2 keys that match nothing in this model" in text
+    assert f"(did you mean {good}?)" in text
+    assert "lm_head.lora_A.weight" in text
+
+
+def test_a_key_with_and_without_prefix(config, saved):
+    name = f"{LAYER}self_attn.o_proj.lora_A.weight"
+    edit_tensors(saved, lambda t: t.update({name: t[PREFIX + name] + 1}))
+    with pytest.raises(AdapterError, match="both with and without"):
+        load_peft(saved, config)
+
+
+def test_adapter_for_another_model(config, saved):
+    other = replace(config, hidden_size=64)
+    with pytest.raises(
+        AdapterError, match=r"of shape \[4, 48\], this model and rank need \[4, 64\]: an adapter for another"
+    ):
+        load_peft(saved, other)
+    with pytest.raises(AdapterError, match="match nothing in this model"):
+        load_peft(saved, replace(config, num_experts=4))
+    edit_config(saved, r=8)
+    with pytest.raises(AdapterError, match="another model"):
+        load_peft(saved, config)
+
+
+def test_outer_factors_that_differ_between_experts(config, saved):
+    name = f"{PREFIX}{LAYER}block_sparse_moe.experts.2.w1.lora_A.weight"
+    edit_tensors(saved, lambda t: t[name].add_(1e-3))
+    with pytest.raises(AdapterError, match=rf"1 experts of {W1} whose lora_A differs.*experts\.2\.w1"):
+        load_peft(saved, config)
+
+
+@pytest.mark.parametrize("path", ["self_attn.o_proj.lora_B.weight", "block_sparse_moe.experts.4.w1.lora_B.weight"])
+def test_non_finite_values_and_other_dtypes(config, saved, path):
+    name = PREFIX + LAYER + path
+    edit_tensors(saved, lambda t: t[name].view(-1)[-1:].fill_(float("nan")))
+    with pytest.raises(AdapterError, match="1 non-finite values"):
+        load_peft(saved, config)
+    edit_tensors(saved, lambda t: t.update({name: torch.zeros_like(t[name], dtype=torch.float16)}))
+    with pytest.raises(AdapterError, match=r"F16.*expected F32 or BF16"):
+        load_peft(saved, config)
+
+
+def test_experts_of_different_dtypes(config, saved):
+    name = f"{PREFIX}{LAYER}block_sparse_moe.experts.4.w1.lora_B.weight"
+    edit_tensors(saved, lambda t: t.update({name: t[name].bfloat16()}))
+    with pytest.raises(AdapterError, match="different dtypes"):
+        load_peft(saved, config)
+
+
+def test_loaded_tensors_outlive_the_file(config, saved, new_update):
+    found, tensors = load_peft(saved, config)
+    (saved / "adapter_model.safetensors").unlink()
+    store = AdapterStore(config, max_rank=4, dtype=torch.float32)
+    store.load(make_update(0, found, tensors))
+    for t in tensors.values():
+        assert t.untyped_storage().nbytes() == t.numel() * t.element_size()
