@@ -60,7 +60,9 @@ class Part(StrEnum):
 class Param:
     """One tensor of the checkpoint.
 
-    `shape` is the stored shape, `logical_shape` the weight's own where it is packed; `tp_dim` the dimension that tensor parallelism splits, None when replicated; `lora` whether an adapter may target its module.
+    `shape` is the stored shape, `logical_shape` the weight's own where it is packed. `tp_dim` is the dimension that
+    tensor parallelism splits, None when replicated; routed experts are split by `expert` instead, whole experts to a
+    rank, since LoRA on them needs ETP 1 (spec 5.1). `lora` says whether an adapter may target the module.
     """
 
     name: str
@@ -220,19 +222,17 @@ def _moe(c: K3Config, layer: int) -> Iterator[Param]:
 
 def expert_params(c: K3Config, layer: int, expert: int) -> Iterator[Param]:
     """The six MXFP4 tensors of one routed expert (spec 3.1: two codes a byte, one E8M0 byte per 32 inputs)."""
-    inter, latent = c.moe_intermediate_size, c.routed_expert_hidden_size
+    prefix, inter, latent = expert_prefix(layer, expert), c.moe_intermediate_size, c.routed_expert_hidden_size
     for name, rows, cols in (("w1", inter, latent), ("w2", latent, inter), ("w3", inter, latent)):
-        at = {
-            "part": Part.EXPERT,
-            "layer": layer,
-            "expert": expert,
-            "grad": GradRule.EXPERT_DP,
-            "dtype": DType.U8,
-            "lora": True,
-        }
-        weight = f"{expert_prefix(layer, expert)}{name}.weight"
-        yield Param(name=weight + "_packed", shape=(rows, cols // 2), logical_shape=(rows, cols), **at)
-        yield Param(name=weight + "_scale", shape=(rows, cols // MXFP4_GROUP), is_scale=True, **at)
+        yield _mxfp4(f"{prefix}{name}.weight_packed", rows, cols, cols // 2, layer, expert)
+        yield _mxfp4(f"{prefix}{name}.weight_scale", rows, cols, cols // MXFP4_GROUP, layer, expert)
+
+
+def _mxfp4(name: str, rows: int, cols: int, stored_cols: int, layer: int, expert: int) -> Param:
+    is_scale = name.endswith("_scale")
+    return Param(name=name, shape=(rows, stored_cols), dtype=DType.U8, part=Part.EXPERT, layer=layer, expert=expert,
+                 logical_shape=() if is_scale else (rows, cols), grad=GradRule.EXPERT_DP, lora=True,
+                 is_scale=is_scale)  # fmt: skip
 
 
 def _vision(c: K3Config) -> Iterator[Param]:
