@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from miles_k3.config import Recipe
 from miles_k3.errors import ConfigError
 from miles_k3.judge import Problem, judge
-from miles_k3.yaml_text import Document, escape_interpolation, map_texts, parse
+from miles_k3.yaml_text import Document, dump, escape_interpolation, map_texts, parse
 
 RECIPES_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 COMMAND_LINE = "--set"
@@ -83,7 +82,8 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Load
         layers.complain(problem.key, problem.text, _place_of(problem, layers))
     if recipe is None or layers.problems:
         raise ConfigError(layers.problems)
-    sources = {key: _source(layers, key) for key, _ in flatten(recipe.model_dump())}
+    spelled = dict(flatten(OmegaConf.to_container(layers.config, resolve=False)))  # type: ignore[arg-type]
+    sources = {key: _source(layers, key, spelled.get(key)) for key, _ in flatten(recipe.model_dump())}
     name = file.parent.name if file.name == "recipe.yaml" else file.stem
     return LoadedRecipe(recipe=recipe, sources=sources, name=name, path=file)
 
@@ -115,8 +115,7 @@ def shipped_recipes() -> list[str]:
 
 def dump_resolved(recipe: Recipe) -> str:
     """YAML text that `load_recipe` turns back into exactly this recipe."""
-    values = map_texts(recipe.model_dump(), escape_interpolation)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    return dump(map_texts(recipe.model_dump(), escape_interpolation))
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -205,7 +204,9 @@ def _add_override(layers: _Layers, override: str) -> None:
             layers.complain(key, f"{above} holds {held!r}, so nothing can be set below it", COMMAND_LINE)
             return
     checked = _checked_texts(layers, {key: document.values}, lambda _: COMMAND_LINE)
-    OmegaConf.update(layers.config, key, checked.get(key), merge=False, force_add=True)
+    if key not in checked:
+        return
+    OmegaConf.update(layers.config, key, checked[key], merge=False, force_add=True)
     for old in [k for k in layers.origins if k.startswith(f"{key}.")]:
         del layers.origins[old]
     for new in {key, *document.lines}:
@@ -219,6 +220,9 @@ def _checked_texts(layers: _Layers, values: dict[str, Any], place_of: Any, prefi
         key = prefix + name
         if isinstance(value, dict):
             kept[name] = _checked_texts(layers, value, place_of, f"{key}.")
+            continue
+        if "${" not in str(value):
+            kept[name] = value
             continue
         try:
             OmegaConf.create({"x": value})
@@ -277,12 +281,10 @@ def _origin_place(layers: _Layers, key: str) -> str:
     return origin.place if origin else ""
 
 
-def _source(layers: _Layers, key: str) -> str:
+def _source(layers: _Layers, key: str, spelled: Any) -> str:
     place = _origin_place(layers, key) or DEFAULT
-    raw = OmegaConf.to_container(layers.config, resolve=False)
-    for part in key.split("."):
-        raw = raw.get(part) if isinstance(raw, dict) else None
-    return f"{place} as {raw}" if isinstance(raw, str) and "${" in raw.replace("\\${", "") else place
+    refers = isinstance(spelled, str) and "${" in spelled.replace("\\${", "")
+    return f"{place} as {spelled}" if refers else place
 
 
 def _shown(file: Path) -> str:

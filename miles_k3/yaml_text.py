@@ -31,6 +31,19 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
+class _Dumper(yaml.SafeDumper):
+    def represent_text(self, text: str) -> yaml.Node:
+        # PyYAML writes these line breaks plainly and reads them back as others.
+        style = '"' if re.search("[\x85\u2028\u2029\ufeff]", text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+_BAD = object()  # stands for a value that has been complained about and is left out
+_CONTAINER_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """Plain values of one text; `lines` maps dotted keys to line numbers; `problems` are (key, line, sentence)."""
@@ -42,23 +55,24 @@ class Document:
 
 def parse(text: str, prefix: str = "") -> Document:
     """Read one YAML text; `prefix` is the dotted key that the text is the value of. Never raises on bad text."""
-    loader = _Loader(text)
+    document = Document(values=None)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
-        document = Document(values=None)
         values = None if node is None else _Builder(loader, document).build(node, prefix, ())
-        return Document(values, document.lines, document.problems)
+        return Document(None if values is _BAD else values, document.lines, document.problems)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        what = "a tab indents this line; indent with spaces" if "\\t" in str(error.problem) else str(error.problem)
-        return Document(None, {}, [(prefix, line, f"not YAML: {what}")])
+        hint = "; indent with spaces" if "\\t" in str(error.problem) else ""
+        return Document(None, {}, [(prefix, line, f"not YAML: {error.problem}{hint}")])
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        return Document(
-            None, {}, [(prefix, line, f"not YAML: character #x{ord(str(error.character)):04x} is not allowed")]
-        )
-    finally:
-        loader.dispose()
+        return Document(None, {}, [(prefix, line, f"not YAML: {error.reason} (character {error.character:#06x})")])
+
+
+def dump(values: dict[str, Any]) -> str:
+    """Block-style YAML, in the given order, that `parse` turns back into exactly these values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def escape_interpolation(text: str) -> str:
@@ -89,16 +103,20 @@ class _Builder:
             self.document.lines.setdefault(key, line)
         if node in above:
             self.document.problems.append((key, line, "an alias refers to a part that contains it"))
-            return None
+            return _BAD
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in _CONTAINER_TAGS:
+            self.document.problems.append((key, line, f"the tag {node.tag} means nothing here; remove it"))
+            return _BAD
         if isinstance(node, yaml.MappingNode):
             return self._build_mapping(node, key, (*above, node))
         if isinstance(node, yaml.SequenceNode):
-            return [self.build(child, f"{key}.{i}", (*above, node)) for i, child in enumerate(node.value)]
+            items = [self.build(child, f"{key}.{i}", (*above, node)) for i, child in enumerate(node.value)]
+            return [item for item in items if item is not _BAD]
         try:
             return self.loader.construct_object(node)
         except (yaml.YAMLError, ValueError):
             self.document.problems.append((key, line, f"{node.value!r} can't be read as {node.tag}"))
-            return None
+            return _BAD
 
     def _build_mapping(self, node: yaml.MappingNode, key: str, above: tuple[yaml.Node, ...]) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -115,5 +133,6 @@ class _Builder:
                 self.document.problems.append((full, line, f"given twice, first on line {first}; keep one"))
                 continue
             self.document.lines[full] = line
-            values[name] = self.build(child, full, above)
+            if (value := self.build(child, full, above)) is not _BAD:
+                values[name] = value
         return values
