@@ -49,7 +49,7 @@ class MetricsLog:
             )
         self._file = path.open("a", encoding="utf-8")
         self._sink = sink
-        self._terminal = _Terminal(console or Console(stderr=True, highlight=False), total_steps)
+        self._terminal = _Terminal(console or Console(stderr=True), total_steps)
         self._total_steps = total_steps
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -230,7 +230,7 @@ class _Terminal:
 
     def print(self, line: str) -> None:
         # Markup and wrapping would change a line that others may want to search for.
-        self._console.print(line, markup=False, soft_wrap=True)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         if self._progress:
