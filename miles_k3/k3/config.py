@@ -207,8 +207,11 @@ class K3Config:
         return cls.from_json(raw, source=str(path))
 
     def to_json(self) -> dict[str, Any]:
-        """The published shape: `raw` with our values written over it, so fields we don't know survive."""
-        raw = copy.deepcopy(dict(self.raw)) if self.raw else config_format.skeleton()
+        """The published shape: `raw` with our values written over it, so fields we don't know survive.
+
+        Where `raw` was never a whole file (no linear_attn_config), the published settings are filled in.
+        """
+        raw = config_format.completed(copy.deepcopy(dict(self.raw)))
         text = raw["text_config"]
         linear = text["linear_attn_config"]
         text.update({key: getattr(self, name) for name, key in _TEXT_KEYS.items()})

@@ -138,8 +138,17 @@ def cross_problems(c: Mapping[str, Any]) -> Iterator[str]:
         yield f"mla_layers is {mla}; expected rising layer numbers from 0 to {c['num_hidden_layers'] - 1}"
 
 
-def skeleton() -> dict[str, Any]:
-    """A published file without the numbers, for a model that was not read from one."""
+def completed(raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw` itself when it holds a linear_attn_config, else a published file without the numbers, under `raw`."""
+    text = raw.get("text_config", {})
+    if "linear_attn_config" in text:
+        return raw
+    top = {"model_type": "kimi_k3", "architectures": ["KimiK3ForConditionalGeneration"], "dtype": "bfloat16",
+           "tie_word_embeddings": False}  # fmt: skip
+    return {**top, **raw, "text_config": {**_text_skeleton(), **text}}
+
+
+def _text_skeleton() -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "float", "group_size": MXFP4_GROUP, "strategy": "group", "symmetric": True,
                "dynamic": False, "scale_dtype": "torch.uint8", "observer": "minmax"}  # fmt: skip
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
@@ -149,11 +158,8 @@ def skeleton() -> dict[str, Any]:
         "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": [f"re:.*{name}.*" for name in left_out],
     }  # fmt: skip
-    text = {
+    return {
         "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "dtype": "bfloat16",
         **WRITTEN_OUT_TEXT, **OPTIONAL_TEXT, "num_key_value_heads": 0, "use_grouped_topk": True,
         "linear_attn_config": dict(WRITTEN_OUT_LINEAR), "quantization_config": quantization,
     }  # fmt: skip
-    top = {"model_type": "kimi_k3", "architectures": ["KimiK3ForConditionalGeneration"], "dtype": "bfloat16",
-           "tie_word_embeddings": False}  # fmt: skip
-    return {**top, "text_config": text}

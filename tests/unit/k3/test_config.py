@@ -157,6 +157,12 @@ class TestVariants:
             theirs["config_groups"]["group_0"]["weights"].items()
         )
 
+    def test_a_raw_that_was_never_a_whole_file_is_filled_in(self):
+        part = dataclasses.replace(tiny(), raw={"mine": 1, "text_config": {"also_mine": 2, "topk_method": "noaux_tc"}})
+        raw = part.to_json()
+        assert (raw["mine"], raw["text_config"]["also_mine"]) == (1, 2)
+        assert K3Config.from_json(raw) == part
+
 
 REFUSALS = {
     "hidden_size": ("7168", 0, -1, True, 7168.0, None, REMOVED),
