@@ -228,6 +228,11 @@ def expert_params(c: K3Config, layer: int, expert: int) -> Iterator[Param]:
         yield _mxfp4(f"{prefix}{name}.weight_scale", rows, cols, cols // MXFP4_GROUP, layer, expert)
 
 
+def expert_names(c: K3Config, layer: int) -> Iterator[str]:
+    """Names of all routed-expert tensors of one layer."""
+    return (p.name for expert in range(c.num_experts) for p in expert_params(c, layer, expert))
+
+
 def _mxfp4(name: str, rows: int, cols: int, stored_cols: int, layer: int, expert: int) -> Param:
     is_scale = name.endswith("_scale")
     return Param(name=name, shape=(rows, stored_cols), dtype=DType.U8, part=Part.EXPERT, layer=layer, expert=expert,

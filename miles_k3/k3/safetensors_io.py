@@ -7,67 +7,50 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from miles_k3.errors import CheckpointError
-from miles_k3.k3.params import DType, Param
+from miles_k3.files import sync_folder
+from miles_k3.k3.params import DType, Param, Part
+from miles_k3.k3.safetensors_header import TensorHeader, read_header, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TORCH_DTYPE = {DType.BF16: torch.bfloat16, DType.F32: torch.float32, DType.U8: torch.uint8}
-HEADER_LIMIT = 100_000_000  # bytes; a longer header is a torn or foreign file
-
-
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
-    """What a shard's header says of one tensor; `file` is the shard's name within the folder."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def read_header(path: Path) -> dict[str, TensorHeader]:
-    """Names, dtypes and shapes of one shard, without its data. Raises CheckpointError on a missing or torn file."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as f:
-            (length,) = struct.unpack("<Q", f.read(8))
-            if length > HEADER_LIMIT:
-                raise CheckpointError(f"{path}: header of {length} bytes; not a safetensors file, copy it again")
-            raw = json.loads(f.read(length))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: shard is missing; copy it from the checkpoint's source") from None
-    except (struct.error, ValueError) as e:
-        raise CheckpointError(f"{path}: torn safetensors header ({e}); copy the file again") from None
-    raw.pop("__metadata__", None)
-    end = 8 + length + max((t["data_offsets"][1] for t in raw.values()), default=0)
-    if end != size:
-        raise CheckpointError(
-            f"{path}: {size} bytes on disk, its header speaks of {end}; the file is truncated, copy it again"
-        )
-    return {name: TensorHeader(path.name, t["dtype"], tuple(t["shape"])) for name, t in raw.items()}
 
 
 class Checkpoint:
-    """A folder of safetensors shards, opened lazily; `headers` lists every tensor."""
+    """A folder of safetensors shards, opened lazily; `headers` lists every tensor.
+
+    Raises CheckpointError for every missing, torn or truncated shard, for tensors that two shards hold, and where the
+    index and the shards disagree.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.headers: dict[str, TensorHeader] = {}
-        for file in self._shards():
-            self.headers.update(read_header(self.folder / file))
-        self._check_index()
         self._stack, self._open = ExitStack(), {}
+        weight_map = self._weight_map()
+        self._list = self.folder / (SINGLE if weight_map is None else INDEX)
+        problems = []
+        for file in [SINGLE] if weight_map is None else sorted(set(weight_map.values())):
+            problems += self._add_shard(file)
+        if not problems:
+            problems = [
+                f"{self._list}: places tensor {name} in {file}, which doesn't hold it; copy index and shards again"
+                for name, file in (weight_map or {}).items()
+                if name not in self.headers or self.headers[name].file != file
+            ]
+        if problems:
+            raise CheckpointError(shown(problems))
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -75,96 +58,141 @@ class Checkpoint:
         self._open.clear()
 
     def _weight_map(self) -> Mapping[str, str] | None:
+        """{tensor: shard} of the index; None where a single file stands alone."""
         path = self.folder / INDEX
-        if not path.exists():
-            return None
         try:
-            return json.loads(path.read_text())["weight_map"]
-        except (ValueError, KeyError) as e:
-            raise CheckpointError(f"{path}: not a safetensors index ({e}); copy the file again") from None
-
-    def _shards(self) -> list[str]:
-        weight_map = self._weight_map()
-        if weight_map is not None:
-            return sorted(set(weight_map.values()))
-        if (self.folder / SINGLE).exists():
-            return [SINGLE]
-        raise CheckpointError(f"{self.folder}: neither {INDEX} nor {SINGLE}; expected a Hugging Face checkpoint folder")
-
-    def _check_index(self) -> None:
-        lost = [n for n in self._weight_map() or () if n not in self.headers]
-        if lost:
+            found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            if all(isinstance(file, str) and file == Path(file).name for file in found.values()):
+                return found
+            reason = "weight_map must map names to files of this folder"
+        except FileNotFoundError:
+            if (self.folder / SINGLE).exists():
+                return None
             raise CheckpointError(
-                f"{self.folder / INDEX}: names {_some(lost)}, which no shard holds; copy the shards again"
-            )
+                f"{self.folder}: neither {INDEX} nor {SINGLE}; expected a Hugging Face checkpoint folder"
+            ) from None
+        except OSError as e:
+            raise CheckpointError(f"{path}: can't be read ({e.strerror}); check the path and its permissions") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            reason = f"{type(e).__name__}: {e}"
+        raise CheckpointError(f"{path}: not a safetensors index ({reason}); copy the file again")
+
+    def _add_shard(self, file: str) -> list[str]:
+        try:
+            found = read_header(self.folder / file)
+        except CheckpointError as e:
+            return str(e).splitlines()
+        twice = sorted(found.keys() & self.headers.keys())
+        problems = [f"{self.where(n)} is in {file} as well; keep the shard that the index means" for n in twice]
+        self.headers.update(found)
+        return problems
+
+    def where(self, name: str) -> str:
+        """The beginning of a sentence about a tensor: its file and its name."""
+        header = self.headers.get(name)
+        return f"{self.folder / header.file if header else self._list}: tensor {name}"
 
     def check(self, params: Iterable[Param]) -> list[str]:
         """Every disagreement with the parameter table, as sentences; vision tensors may be absent altogether."""
-        known, problems, missing_vision = set(), [], []
+        unseen, problems, no_vision, has_vision = set(self.headers), [], [], False
         for p in params:
-            known.add(p.name)
-            if p.name in self.headers:
+            if p.name in unseen:
+                unseen.remove(p.name)
+                has_vision |= p.part is Part.VISION
                 problems += self._mismatch(p)
-            elif p.name.startswith(("vision_tower.", "mm_projector.")):
-                missing_vision.append(p.name)
+            elif p.part is Part.VISION:
+                no_vision.append(p.name)
             else:
-                problems.append(f"{self.folder}: tensor {p.name} is missing")
-        if missing_vision and any(n.startswith(("vision_tower.", "mm_projector.")) for n in self.headers):
-            problems.append(f"{self.folder}: some vision tensors are there but {_some(missing_vision)} missing")
-        foreign = [n for n in self.headers if n not in known]
-        if foreign:
-            problems.append(f"{self.folder}: unknown tensors {_some(foreign)}; the model has no place for them")
-        return problems
+                problems.append(self._missing(p.name))
+        if has_vision:
+            problems += [self._missing(name) for name in no_vision]
+        return problems + [
+            f"{self.where(name)} has no place in the model that config.json describes; copy both from one source"
+            for name in sorted(unseen)
+        ]
+
+    def require(self, params: Iterable[Param]) -> None:
+        """Raises CheckpointError with the first disagreements with the parameter table and their count."""
+        if problems := self.check(params):
+            raise CheckpointError(shown(problems))
+
+    def present(self, params: Iterable[Param]) -> Iterator[Param]:
+        """The table's tensors that are here: all of them, or all but a vision tower that was left out."""
+        return (p for p in params if p.name in self.headers)
+
+    def _missing(self, name: str) -> str:
+        return f"{self.where(name)} is missing, but config.json asks for it; copy the checkpoint again"
 
     def _mismatch(self, p: Param) -> list[str]:
         h = self.headers[p.name]
         out = []
         if h.dtype != p.dtype:
-            out.append(f"{self.folder / h.file}: tensor {p.name} is {h.dtype}, expected {p.dtype}")
+            out.append(f"{self.where(p.name)} is {h.dtype}, expected {p.dtype}; copy it from the checkpoint's source")
         if h.shape != p.shape:
-            out.append(f"{self.folder / h.file}: tensor {p.name} has shape {list(h.shape)}, expected {list(p.shape)}")
+            out.append(
+                f"{self.where(p.name)} has shape {list(h.shape)}, expected {list(p.shape)}; "
+                "copy config.json and the shards from one source"
+            )
         return out
 
     def read(self, p: Param) -> Tensor:
         """One tensor, memory-mapped. Raises CheckpointError when it isn't what the parameter table says."""
         header = self.headers.get(p.name)
         if header is None:
-            raise CheckpointError(f"{self.folder}: tensor {p.name} is missing")
+            raise CheckpointError(self._missing(p.name))
         if problems := self._mismatch(p):
-            raise CheckpointError("; ".join(problems))
-        path = self.folder / header.file
+            raise CheckpointError(shown(problems))
         try:
             if header.file not in self._open:
-                self._open[header.file] = self._stack.enter_context(safe_open(path, framework="pt"))
+                self._open[header.file] = self._stack.enter_context(
+                    safe_open(self.folder / header.file, framework="pt")
+                )
             return self._open[header.file].get_tensor(p.name)
         except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{path}: tensor {p.name} can't be read ({e}); copy the file again") from None
+            raise CheckpointError(f"{self.where(p.name)} can't be read ({e}); copy the file again") from None
 
 
 def write_checkpoint(folder: str | Path, params: Sequence[Param], get: Callable[[Param], Tensor], *,
-                     shard_bytes: int = 16 * 10**9, extra_files: Mapping[str, str] | None = None) -> None:  # fmt: skip
+                     shard_bytes: int = 16 * 10**9, extra_files: Mapping[str, str | bytes] | None = None,
+                     ) -> None:  # fmt: skip
     """Stream tensors into shards with an index; the folder appears whole or not at all.
 
-    `get` makes one tensor at a time, written and dropped before the next is asked for. `extra_files` (config.json,
-    tokenizer, ...) maps names to texts. Raises CheckpointError when the folder exists or a tensor is not as tabled.
+    `get` makes one tensor at a time, written and dropped before the next is asked for; a Checkpoint's `read` passes
+    tensors through unchanged. `extra_files` (config.json, tokenizer, ...) maps names to contents. What a killed process
+    leaves is `folder`.partial, which the next call replaces. Raises CheckpointError when the folder exists, a tensor is
+    not as tabled, or the disk refuses.
     """
-    folder = Path(folder)
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; name a new folder or remove it")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    folder, extra = Path(folder), dict(extra_files or {})
     shards = list(_plan(params, shard_bytes))
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards):
-        name = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(partial / name, shard, get)
-        weight_map.update({p.name: name for p in shard})
+    names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    weight_map = {p.name: name for name, shard in zip(names, shards, strict=True) for p in shard}
+    assert len(weight_map) == len(params), "a tensor is named twice"
     total = sum(p.num_bytes for p in params)
-    files = {INDEX: json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)}
-    for name, text in {**files, **(extra_files or {})}.items():
-        _write_durably(partial / name, [text.encode()])
-    os.rename(partial, folder)
+    if os.path.lexists(folder):
+        raise CheckpointError(f"{folder} exists already; name a new folder or remove it")
+    if clashes := sorted(extra.keys() & {INDEX, *names}):
+        raise CheckpointError(f"{folder}: {clashes[0]} is made from the tensors; leave it out of extra_files")
+    extra[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        with _disk_errors(str(partial)):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            free = shutil.disk_usage(partial).free
+        if free < total:
+            raise CheckpointError(f"{folder}: needs {total:,} bytes, its disk has {free:,} free; choose another disk")
+        for name, shard in zip(names, shards, strict=True):
+            _write_shard(partial / name, shard, get)
+        for name, content in extra.items():
+            with _NewFile(partial / name) as file:
+                file.write(content.encode() if isinstance(content, str) else content, "")
+        with _disk_errors(str(folder)):
+            sync_folder(partial)
+            os.rename(partial, folder)
+            sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _plan(params: Sequence[Param], shard_bytes: int) -> Iterator[list[Param]]:
@@ -180,6 +208,10 @@ def _plan(params: Sequence[Param], shard_bytes: int) -> Iterator[list[Param]]:
         yield shard
 
 
+def _shard_name(i: int, count: int) -> str:
+    return f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+
+
 def _write_shard(path: Path, shard: Sequence[Param], get: Callable[[Param], Tensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -188,32 +220,48 @@ def _write_shard(path: Path, shard: Sequence[Param], get: Callable[[Param], Tens
         at += p.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        yield struct.pack("<Q", len(text))
-        yield text
+    with _NewFile(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text, "")
         for p in shard:
-            yield _bytes_of(p, get(p), path)
-
-    _write_durably(path, pieces())
+            file.write(_bytes_of(p, get(p), path), f": tensor {p.name}")
 
 
 def _bytes_of(p: Param, tensor: Tensor, path: Path) -> memoryview:
     if tuple(tensor.shape) != p.shape or tensor.dtype != TORCH_DTYPE[p.dtype]:
         raise CheckpointError(
-            f"{path}: tensor {p.name} would be written as {tensor.dtype} {list(tensor.shape)}, expected {p.dtype} {list(p.shape)}"
+            f"{path}: tensor {p.name} would be written as {tensor.dtype} {list(tensor.shape)}, "
+            f"expected {TORCH_DTYPE[p.dtype]} {list(p.shape)}; nothing was written"
         )
     return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def _write_durably(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    with path.open("wb") as f:
-        for piece in pieces:
-            f.write(piece)
-        f.flush()
-        os.fsync(f.fileno())
+class _NewFile:
+    """A file that is on the disk once the block ends well. Unbuffered: an error belongs to the write it came from."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Self:
+        with _disk_errors(str(self._path)):
+            self._file = self._path.open("xb", buffering=0)
+        return self
+
+    def write(self, data: bytes | memoryview, what: str) -> None:
+        rest = memoryview(data)
+        with _disk_errors(f"{self._path}{what}"):
+            while rest:
+                rest = rest[self._file.write(rest) :]
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        with self._file, _disk_errors(str(self._path)):
+            if kind is None:
+                os.fsync(self._file.fileno())
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+@contextmanager
+def _disk_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        reason = e.strerror or str(e)
+        raise CheckpointError(f"{what} can't be written ({reason}); free the disk or choose another folder") from e

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from miles_k3.errors import CheckpointError
 from miles_k3.k3 import params as table
-from miles_k3.k3.config import K3Config
+from miles_k3.k3.config import MXFP4_GROUP, K3Config
 from miles_k3.k3.ops import mxfp4
 from miles_k3.k3.params import DType, Param, Part
 from miles_k3.k3.safetensors_io import Checkpoint
+
+BASE_DTYPES = ("bf16", "mxfp4")  # routed experts dequantised once, or kept packed
 
 
 @dataclass(slots=True, eq=False)
@@ -38,16 +40,26 @@ class ExpertBank:
         """(w13 [E, 2I, Z], w2 [E, Z, I]): the resident tensors, or a fresh dequantisation when only codes are kept."""
         if self.w13 is not None and self.w2 is not None:
             return self.w13, self.w2
-        assert self.w13_packed is not None and self.w13_scale is not None
-        assert self.w2_packed is not None and self.w2_scale is not None
-        return mxfp4.dequantize(self.w13_packed, self.w13_scale, dtype), mxfp4.dequantize(
-            self.w2_packed, self.w2_scale, dtype
-        )
+        return _decoded(self.w13_packed, self.w13_scale, dtype), _decoded(self.w2_packed, self.w2_scale, dtype)
 
     def keep_dense(self, dtype: torch.dtype) -> None:
-        """Dequantise once and drop the codes."""
-        self.w13, self.w2 = self.dense(dtype)
-        self.w13_packed = self.w13_scale = self.w2_packed = self.w2_scale = None
+        """Dequantise once and drop the codes, one matrix after the other."""
+        self.w13 = _decoded(self.w13_packed, self.w13_scale, dtype)
+        self.w13_packed = self.w13_scale = None
+        self.w2 = _decoded(self.w2_packed, self.w2_scale, dtype)
+        self.w2_packed = self.w2_scale = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Whatever of it is held."""
+        found = (self.w13_packed, self.w13_scale, self.w2_packed, self.w2_scale, self.w13, self.w2)
+        return [t for t in found if t is not None]
+
+
+def _decoded(packed: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    assert packed is not None, "codes were dropped"
+    assert scale is not None, "scales were dropped"
+    return mxfp4.dequantize(packed, scale, dtype)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,11 +84,7 @@ class ResidentBase:
         """Bytes held, each storage counted once."""
         held = [*self.tensors.values(), *self.gate_up.values()]
         for bank in self.experts.values():
-            held += [
-                t
-                for t in (bank.w13_packed, bank.w13_scale, bank.w2_packed, bank.w2_scale, bank.w13, bank.w2)
-                if t is not None
-            ]
+            held += bank.tensors
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
 
@@ -84,78 +92,129 @@ def load_base(folder: str | Path, config: K3Config, *, dtype: torch.dtype, devic
               base_dtype: str = "bf16", progress: Callable[[int], None] | None = None) -> ResidentBase:  # fmt: skip
     """Stream a checkpoint into a ResidentBase; `progress` gets the bytes read so far.
 
-    Raises CheckpointError naming file and tensor for anything missing, torn, foreign, or of another shape or dtype.
+    Everything the headers show is judged before the first byte is read. Raises CheckpointError naming file and tensor
+    for anything missing, torn, foreign, of another shape or dtype, or never written.
     """
     with Checkpoint(folder) as checkpoint:
-        if problems := checkpoint.check(table.iter_params(config)):
-            raise CheckpointError("\n".join(problems[:20]))
+        checkpoint.require(table.iter_params(config))
         return build_base(config, table.text_params(config), checkpoint.read, dtype=dtype, device=device,
-                          base_dtype=base_dtype, progress=progress)  # fmt: skip
+                          base_dtype=base_dtype, progress=progress,
+                          where=lambda p: checkpoint.where(p.name))  # fmt: skip
 
 
 def build_base(config: K3Config, params: Iterable[Param], read: Callable[[Param], Tensor], *, dtype: torch.dtype,
                device: torch.device | str = "cpu", base_dtype: str = "bf16",
-               progress: Callable[[int], None] | None = None) -> ResidentBase:  # fmt: skip
-    """A ResidentBase from any source of tensors (`read(param)`), e.g. a checkpoint or a generator."""
-    base = ResidentBase(config=config, dtype=dtype, device=torch.device(device))
-    done, layer = 0, None
+               progress: Callable[[int], None] | None = None,
+               where: Callable[[Param], str] = lambda p: f"tensor {p.name}") -> ResidentBase:  # fmt: skip
+    """A ResidentBase from any source of tensors (`read(param)`), e.g. a checkpoint or a generator.
+
+    `params` may be some layers only, in any order, but fused tensors must come whole. `where` begins the sentence of
+    an error. Raises CheckpointError for content that can't be right, and for a fused tensor with a part missing.
+    """
+    if base_dtype not in BASE_DTYPES:
+        raise ValueError(f"base_dtype is {base_dtype!r}; expected one of {', '.join(BASE_DTYPES)}")
+    builder = _Builder(ResidentBase(config=config, dtype=dtype, device=torch.device(device)), base_dtype == "bf16")
+    done = 0
     for p in params:
-        if base_dtype == "bf16" and layer in base.experts and p.layer != layer:
-            base.experts[layer].keep_dense(dtype)
-        layer = p.layer
-        _place(base, p, read(p))
+        builder.place(p, read(p), where)
         done += p.num_bytes
         if progress is not None:
             progress(done)
-    if base_dtype == "bf16" and layer in base.experts:
-        base.experts[layer].keep_dense(dtype)
-    return base
+    return builder.finish()
 
 
-def _place(base: ResidentBase, p: Param, tensor: Tensor) -> None:
-    if p.part is Part.EXPERT:
-        _place_expert(base, p, tensor)
-    elif p.part in (Part.DENSE, Part.SHARED) and p.module.endswith(("gate_proj", "up_proj")):
-        _place_gate_up(base, p, tensor)
-    else:
-        if p.name.endswith("A_log"):
-            tensor = strip_a_log(tensor, base.config.kda_num_heads, p.name)
-        dtype = torch.float32 if p.dtype is DType.F32 else base.dtype
-        base.tensors[p.name] = tensor.to(device=base.device, dtype=dtype, copy=True)
+def strip_a_log(a_log: Tensor, heads: int, where: str) -> Tensor:
+    """A_log without its zero padding. Raises CheckpointError when the padding holds anything but zeros (trap 2).
 
-
-def strip_a_log(a_log: Tensor, heads: int, name: str) -> Tensor:
-    """A_log without its zero padding. Raises CheckpointError when the padding holds anything but zeros (trap 2)."""
+    `where` begins the sentence: the file and the tensor.
+    """
     if a_log[heads:].any():
         raise CheckpointError(
-            f"tensor {name}: entries {heads}.. must be zero padding but are not; is num_heads {heads} right?"
+            f"{where}: entries from {heads} on must be zero padding but are not; "
+            f"config.json says linear_attn_config.num_heads {heads}, copy both from one source"
         )
     return a_log[:heads]
 
 
-def _place_gate_up(base: ResidentBase, p: Param, tensor: Tensor) -> None:
-    prefix, rows = p.module.rpartition(".")[0] + ".", p.shape[0]
-    if prefix not in base.gate_up:
-        base.gate_up[prefix] = torch.empty(2 * rows, p.shape[1], dtype=base.dtype, device=base.device)
-    start = 0 if p.module.endswith("gate_proj") else rows
-    base.tensors[p.name] = base.gate_up[prefix][start : start + rows]
-    base.tensors[p.name].copy_(tensor)
+def _check_scales(scale: Tensor, where: str) -> None:
+    """No writer leaves a whole matrix at scale 2^-127, but a hole in a copy and a forgotten expert look like that."""
+    largest = int(scale.max())
+    if largest == 0:
+        raise CheckpointError(f"{where}: every scale byte is 0, so it was never written; copy the file again")
+    if largest == mxfp4.NAN_SCALE:
+        raise CheckpointError(f"{where}: scale byte {mxfp4.NAN_SCALE} means NaN; copy the file again")
 
 
-def _place_expert(base: ResidentBase, p: Param, tensor: Tensor) -> None:
-    assert p.layer is not None and p.expert is not None
-    bank = base.experts.get(p.layer)
-    if bank is None:
-        bank = base.experts[p.layer] = _empty_bank(base.config, base.device)
-    weight, kind = p.name.rsplit(".", 2)[-2:]
-    suffix = kind.removeprefix("weight_")
-    if weight == "w2":
-        target = getattr(bank, f"w2_{suffix}")[p.expert]
-    else:
-        inter = base.config.moe_intermediate_size
-        start = 0 if weight == "w1" else inter
-        target = getattr(bank, f"w13_{suffix}")[p.expert, start : start + inter]
-    target.copy_(tensor)
+class _Builder:
+    """Puts tensors where they stay. A fused tensor is done when all its parts came; then experts are dequantised."""
+
+    def __init__(self, base: ResidentBase, keep_dense: bool) -> None:
+        self._base, self._keep_dense = base, keep_dense
+        self._awaited: dict[str, set[str]] = {}  # prefix of a fused tensor -> its parts that did not come yet
+
+    def place(self, p: Param, tensor: Tensor, where: Callable[[Param], str]) -> None:
+        """Copy one checkpoint tensor to its place, converted to the base's dtype where it isn't F32 or packed."""
+        base = self._base
+        if p.is_scale:
+            _check_scales(tensor, where(p))
+        if p.part is Part.EXPERT:
+            self._place_expert(p, tensor)
+        elif p.part in (Part.DENSE, Part.SHARED) and not p.module.endswith("down_proj"):
+            self._place_gate_up(p, tensor)
+        else:
+            if p.name.endswith("A_log"):
+                tensor = strip_a_log(tensor, base.config.kda_num_heads, where(p))
+            dtype = torch.float32 if p.dtype is DType.F32 else base.dtype
+            base.tensors[p.name] = tensor.to(device=base.device, dtype=dtype, copy=True)
+
+    def finish(self) -> ResidentBase:
+        """The base. Raises CheckpointError when parts of a fused tensor never came: its memory holds anything."""
+        if self._awaited:
+            prefix, names = next(iter(self._awaited.items()))
+            raise CheckpointError(f"tensor {min(names)} never came ({len(names)} missing below {prefix})")
+        return self._base
+
+    def _came(self, p: Param, prefix: str, parts: Callable[[], Iterable[str]]) -> bool:
+        """Note that `p` came; whether it was the last of the fused tensor's `parts`."""
+        if prefix not in self._awaited:
+            self._awaited[prefix] = set(parts())
+        awaited = self._awaited[prefix]
+        awaited.discard(p.name)
+        if awaited:
+            return False
+        del self._awaited[prefix]
+        return True
+
+    def _place_gate_up(self, p: Param, tensor: Tensor) -> None:
+        base, rows = self._base, p.shape[0]
+        prefix = p.module.rpartition(".")[0] + "."
+        if prefix not in base.gate_up:
+            base.gate_up[prefix] = torch.empty(2 * rows, p.shape[1], dtype=base.dtype, device=base.device)
+        start = 0 if p.module.endswith("gate_proj") else rows
+        base.tensors[p.name] = base.gate_up[prefix][start : start + rows]
+        base.tensors[p.name].copy_(tensor)
+        self._came(p, prefix, lambda: (f"{prefix}{half}_proj.weight" for half in ("gate", "up")))
+
+    def _place_expert(self, p: Param, tensor: Tensor) -> None:
+        base, layer, expert = self._base, p.layer, p.expert
+        assert layer is not None
+        assert expert is not None
+        if layer not in base.experts:
+            base.experts[layer] = _empty_bank(base.config, base.device)
+        _slot(base.experts[layer], p.name, expert, base.config.moe_intermediate_size).copy_(tensor)
+        last = self._came(p, f"{table.moe_prefix(layer)}experts.", lambda: table.expert_names(base.config, layer))
+        if last and self._keep_dense:
+            base.experts[layer].keep_dense(base.dtype)
+
+
+def _slot(bank: ExpertBank, name: str, expert: int, inter: int) -> Tensor:
+    """Where the bank keeps a checkpoint tensor of `expert`: w1 and w3 are the upper and the lower half of w13."""
+    weight, kind = name.rsplit(".", 2)[-2:]
+    packed, scale = (bank.w2_packed, bank.w2_scale) if weight == "w2" else (bank.w13_packed, bank.w13_scale)
+    whole = packed if kind == "weight_packed" else scale
+    assert whole is not None, "codes were dropped"
+    start = inter if weight == "w3" else 0
+    return whole[expert] if weight == "w2" else whole[expert, start : start + inter]
 
 
 def _empty_bank(c: K3Config, device: torch.device) -> ExpertBank:
@@ -164,4 +223,9 @@ def _empty_bank(c: K3Config, device: torch.device) -> ExpertBank:
     def codes(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=device)
 
-    return ExpertBank(codes(e, 2 * i, z // 2), codes(e, 2 * i, z // 32), codes(e, z, i // 2), codes(e, z, i // 32))
+    return ExpertBank(
+        w13_packed=codes(e, 2 * i, z // 2),
+        w13_scale=codes(e, 2 * i, z // MXFP4_GROUP),
+        w2_packed=codes(e, z, i // 2),
+        w2_scale=codes(e, z, i // MXFP4_GROUP),
+    )
