@@ -182,8 +182,9 @@ def _check_task(found: _Findings, recipe: Recipe, tokenizer: Any) -> None:
             f"{task.name}: prompts of up to {longest} tokens, {recipe.task.max_prompt_tokens} allowed{skipped}",
         )
         if recipe.eval.prompts:
-            held_out = len(task.eval_prompts(recipe.eval.prompts))
-            found.add("eval", held_out > 0, f"{held_out} held-out prompts")
+            with found.asking("eval"):
+                held_out = len(task.eval_prompts(recipe.eval.prompts))
+                found.add("eval", held_out > 0, f"{held_out} held-out prompts")
         with found.asking("reward"):
             _check_reward(found, recipe, task, prompts)
 

@@ -59,7 +59,10 @@ def _options(
     ] = False,
 ) -> None:
     import logging
+    import os
 
+    # transformers doesn't know K3's model type and says so each time it loads a tokenizer.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info" if debug else "error")
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )

@@ -113,6 +113,9 @@ class RolloutSection(Section):
         default=0, ge=0, description="MLA latent pages; 0 sizes them for max_running full-length requests."
     )
     prefill_chunk_tokens: PositiveInt = Field(default=4096, description="Prompt tokens computed per engine step.")
+    sleep_while_training: bool = Field(
+        default=False, description="Give the engine's cache memory back while the trainer works."
+    )
 
 
 class AlgorithmSection(Section):

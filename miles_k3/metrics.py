@@ -26,7 +26,7 @@ from miles_k3.wandb_sink import WandbSink
 
 # Names that the progress line and the pictures look for.
 REWARD = "rollout/reward"
-TOKENS_PER_S = "rollout/tokens_per_s"
+TOKENS_PER_S = "time/tokens_per_s"
 MISMATCH = "train/mismatch_abs"
 EVAL_ACCURACY = "eval/accuracy"
 STEP_S = "time/step_s"
@@ -44,9 +44,7 @@ class MetricsLog:
         self, path: Path, *, total_steps: int, sink: WandbSink | None = None, console: Console | None = None
     ) -> None:
         if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
-            raise CheckpointError(
-                f"{path} ends in half a line, left by a killed process; resume the run to mend it"
-            )
+            raise CheckpointError(f"{path} ends in half a line, left by a killed process; resume the run to mend it")
         self._file = path.open("a", encoding="utf-8")
         self._sink = sink
         self._terminal = _Terminal(console or Console(stderr=True), total_steps)
@@ -108,6 +106,12 @@ class StepTimer:
         finally:
             self._charge()
             self._active.pop()
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Count `seconds` of this lap for another phase than the block they were spent in; at most what it has."""
+        moved = min(seconds, self._seconds.get(source, 0.0))
+        self._seconds[source] = self._seconds.get(source, 0.0) - moved
+        self._seconds[target] = self._seconds.get(target, 0.0) + moved
 
     def lap(self) -> dict[str, float]:
         """`time/<phase>_s` of this lap, `time/other_s` and their sum `time/step_s`; starts the next lap."""

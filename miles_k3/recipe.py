@@ -4,8 +4,8 @@ Layers, later ones win: the file named by `base:` (and its own base), the recipe
 Mappings are merged key by key, everything else is replaced; `--set` replaces whatever the key held. Shared values are
 written once and referred to as `${lora.rank}`.
 
-Input paths (`model.path`, `lora.init_from`, `task.name: jsonl:<path>`) are relative to the file that spells them, and
-on the command line to the current folder. `run.folder` is always relative to the current folder.
+Input paths (see INPUT_PATHS) are relative to the file that spells them, and on the command line to the current folder.
+`run.folder` is always relative to the current folder.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from miles_k3.config import Recipe
 from miles_k3.errors import ConfigError
-from miles_k3.judge import Problem, judge
+from miles_k3.judge import judge
 from miles_k3.yaml_text import Document, dump, escape_interpolation, map_texts, parse
 
 RECIPES_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+# Keys that name something to read, and what stands before the path.
+INPUT_PATHS = {"model.path": "", "lora.init_from": "", "task.name": "jsonl:", "task.params.eval_path": ""}
 COMMAND_LINE = "--set"
 DEFAULT = "default"
 
@@ -79,7 +81,7 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Load
     _anchor_paths(values, layers)
     recipe, found = judge(values, frozenset(layers.bad_keys))
     for problem in found:
-        layers.complain(problem.key, problem.text, _place_of(problem, layers))
+        layers.complain(problem.key, problem.text, _origin_place(layers, problem.key))
     if recipe is None or layers.problems:
         raise ConfigError(layers.problems)
     spelled = dict(flatten(OmegaConf.to_container(layers.config, resolve=False)))  # type: ignore[arg-type]
@@ -255,25 +257,24 @@ def _resolve(node: DictConfig, layers: _Layers, prefix: str = "") -> dict[str, A
 
 def _anchor_paths(values: dict[str, Any], layers: _Layers) -> None:
     """Make input paths absolute, starting from the folder of the file that spells them."""
-    for section, name, scheme in (("model", "path", ""), ("lora", "init_from", ""), ("task", "name", "jsonl:")):
-        held = values.get(section)
+    for key, scheme in INPUT_PATHS.items():
+        *sections, name = key.split(".")
+        held: Any = values
+        for section in sections:
+            held = held.get(section) if isinstance(held, dict) else None
         text = held.get(name) if isinstance(held, dict) else None
         if not isinstance(text, str) or not text.startswith(scheme) or len(text) == len(scheme):
             continue
-        origin = layers.origins.get(f"{section}.{name}")
+        origin = layers.origins.get(key)
         folder = origin.folder if origin else Path.cwd()
         path = (folder / Path(text.removeprefix(scheme)).expanduser()).absolute()
-        values[section][name] = scheme + str(_without_dots(path))
+        held[name] = scheme + str(_without_dots(path))
 
 
 def _without_dots(path: Path) -> Path:
     """`a/../b` -> `b` where that is the same file, i.e. always except behind a link."""
     short = Path(os.path.normpath(path))
     return short if not path.exists() or (short.exists() and short.samefile(path)) else path
-
-
-def _place_of(problem: Problem, layers: _Layers) -> str:
-    return _origin_place(layers, problem.key) if problem.key else ""
 
 
 def _origin_place(layers: _Layers, key: str) -> str:

@@ -89,12 +89,17 @@ def test_params_merge_key_by_key_but_set_replaces(tmp_path: Path) -> None:
 
 def test_paths_start_from_the_file_that_spells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sub").mkdir()
-    write(tmp_path / "sub", "model: {path: ../weights}\ntask: {name: 'jsonl:d.jsonl'}\nrun: {folder: out}", "a.yaml")
+    write(
+        tmp_path / "sub",
+        "model: {path: ../weights}\ntask: {name: 'jsonl:d.jsonl', params: {eval_path: ../e}}\nrun: {folder: out}",
+        "a.yaml",
+    )
     child = write(tmp_path, "base: sub/a.yaml\nlora: {init_from: adapter}\n", "b.yaml")
     monkeypatch.chdir("/")
     recipe = load_recipe(child).recipe
     assert recipe.model.path == str(tmp_path / "weights")
     assert recipe.task.name == f"jsonl:{tmp_path}/sub/d.jsonl"
+    assert recipe.task.params == {"eval_path": str(tmp_path / "e")}
     assert recipe.lora.init_from == str(tmp_path / "adapter")
     assert recipe.run.folder == "out"
     assert load_recipe(child, ["model.path=here"]).recipe.model.path == "/here"

@@ -1,0 +1,212 @@
+"""The dry run: a good recipe passes, and each thing that can be wrong is found and named."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from miles_k3 import check, estimate
+from miles_k3.check import Finding, check_recipe, print_findings
+from miles_k3.config import Recipe
+from miles_k3.k3.config import K3Config
+from miles_k3.k3.params import iter_params
+from miles_k3.k3.safetensors_io import TORCH_DTYPE, write_checkpoint
+from miles_k3.recipe import load_recipe
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def tiny_config() -> K3Config:
+    return K3Config(
+        vocab_size=160, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, intermediate_size=96,
+        first_k_dense_replace=1, rms_norm_eps=1e-5, mla_latent_norm_eps=1e-5, q_lora_rank=24, kv_lora_rank=16,
+        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, attn_res_block_size=3, num_experts=4,
+        num_experts_per_token=2, num_shared_experts=1, moe_intermediate_size=32, routed_expert_hidden_size=32,
+        latent_moe_use_norm=True, moe_renormalize=True, routed_scaling_factor=1.0, situ_beta=4.0,
+        situ_linear_beta=25.0, kda_num_heads=2, kda_head_dim=16, short_conv_kernel_size=4, gate_lower_bound=-5.0,
+        mla_layers=(3,), max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+
+
+def write_model(folder: Path) -> None:
+    config = tiny_config()
+    symbols = [chr(code) for code in range(32, 127)]
+    tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(["<unk>", *symbols])}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    write_checkpoint(
+        folder,
+        list(iter_params(config)),
+        lambda param: torch.zeros(param.shape, dtype=TORCH_DTYPE[param.dtype]),
+        extra_files={
+            "config.json": json.dumps(config.to_json()),
+            "tokenizer.json": tokenizer.to_str(),
+            "tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}),
+            "chat_template.jinja": TEMPLATE,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def good_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "good"
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture
+def model(good_model: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    return Path(shutil.copytree(good_model, tmp_path / "model"))
+
+
+def recipe_for(model: Path, *overrides: str) -> Recipe:
+    data = model.parent / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i} + {i} =", "answer": str(2 * i)}) + "\n" for i in range(40)))
+    return load_recipe(
+        "tiny-cpu",
+        [f"model.path={model}", f"task.name=jsonl:{data}", "task.params={eval_fraction: 0.5}", "task.scorer=exact",
+         "eval.prompts=4", f"run.folder={model.parent}/runs", *overrides],
+    ).recipe  # fmt: skip
+
+
+def failures(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if not finding.ok]
+
+
+def test_a_good_recipe_passes_and_every_question_was_asked(model: Path) -> None:
+    findings = check_recipe(recipe_for(model))
+    assert failures(findings) == []
+    assert [finding.name for finding in findings] == [
+        "sizes", "model", "length", "weights", "tokenizer", "template", "task", "eval", "reward", "disk", "memory",
+    ]  # fmt: skip
+    told = {finding.name: finding.text for finding in findings}
+    assert "3 KDA and 1 MLA layers, 4 experts" in told["model"]
+    assert "the right answer '" in told["reward"]
+    assert "gets 1, an empty one 0" in told["reward"]
+    assert not (model.parent / "runs").exists(), "a dry run leaves nothing behind"
+
+
+def edit_json(path: Path, change: Callable[[dict], None]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def set_text(key: str, value: object) -> Callable[[Path], None]:
+    return lambda m: edit_json(m / "config.json", lambda c: c["text_config"].__setitem__(key, value))
+
+
+def truncate(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("harm", "name", "said"),
+    [
+        (lambda m: (m / "config.json").unlink(), "model", "does not exist; model.path must be a Hugging Face folder"),
+        (lambda m: (m / "config.json").write_text("{"), "model", "not JSON"),
+        (set_text("hidden_size", None), "model", "hidden_size is missing"),
+        (set_text("hidden_size", 128), "weights", "more tensors"),
+        (set_text("max_position_embeddings", 100), "length", "the model takes 100; lower task.max_prompt_tokens"),
+        (set_text("vocab_size", 64), "tokenizer", "96 tokens, the model has 64 rows"),
+        (lambda m: (m / "model.safetensors").unlink(), "weights", "shard is missing"),
+        (lambda m: truncate(m / "model.safetensors"), "weights", "the file is truncated"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"x"), "weights", "copy the file again"),
+        (lambda m: (m / "tokenizer.json").unlink(), "tokenizer", "tokenizer.json does not exist"),
+        (lambda m: (m / "tokenizer.json").write_text("{}"), "tokenizer", "transformers can't load the tokenizer"),
+        (lambda m: (m / "chat_template.jinja").unlink(), "template", "has no chat template"),
+        (lambda m: (m / "chat_template.jinja").write_text("{{ nope( }}"), "template", "can't be rendered"),
+        (lambda m: (m / "chat_template.jinja").write_text("silence"), "template", "a question becomes 'silence'"),
+    ],
+)
+def test_a_broken_model_folder_is_found(model: Path, harm: Callable[[Path], None], name: str, said: str) -> None:
+    recipe = recipe_for(model)
+    harm(model)
+    found = failures(check_recipe(recipe))
+    assert any(finding.name == name and said in finding.text for finding in found), found
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "said"),
+    [
+        ("trainer.micro_batch_tokens=100", "sizes", "set trainer.micro_batch_tokens: 140"),
+        ("rollout.sampling.max_new_tokens=500", "length", "up to 628 tokens, the model takes 512"),
+        ("task.name=jsonl:/nope.jsonl", "task", "/nope.jsonl"),
+        ("task.name=gsm8k", "task", "expected one of reasoning_gym:<dataset>, jsonl:<path>"),
+        ("task.params={promt: q}", "task", "promt"),
+        ("eval.prompts=1000", "eval", "eval.prompts is 1000"),
+        ("task.max_prompt_tokens=5", "task", "the limit is 5"),
+        ("run.keep_checkpoints=1000000000", "disk", "lower run.keep_checkpoints"),
+        ("rollout.max_running=100000000", "memory", "lower rollout.max_running"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_found(model: Path, override: str, name: str, said: str) -> None:
+    found = failures(check_recipe(recipe_for(model, override)))
+    assert {finding.name for finding in found} == {name}
+    assert any(said in finding.text for finding in found), found
+
+
+@pytest.mark.parametrize(
+    ("answer_lines", "overrides", "said"),
+    [
+        ('{"prompt": "1 + 1 =", "answer": "<answer>2</answer>"}', [], "expected 1 and less"),
+        ('{"prompt": "1 + 1 =", "answer": "2"}', ["task.reward_timeout_s=0.000001"], "grading failed: timeout"),
+    ],
+)
+def test_a_reward_that_can_not_be_earned_is_found(
+    model: Path, answer_lines: str, overrides: list[str], said: str
+) -> None:
+    recipe = recipe_for(model, "eval.prompts=0", "task.params={}", *overrides)
+    (model.parent / "data.jsonl").write_text(answer_lines + "\n")
+    found = failures(check_recipe(recipe))
+    assert any(finding.name == "reward" and said in finding.text for finding in found), found
+
+
+def test_findings_are_one_line_each_or_a_table(tmp_path: Path) -> None:
+    findings = [Finding("sizes", True, "fit " * 40), Finding("model", False, "[red] gone")]
+    plain = Console(file=io.StringIO(), width=40)
+    print_findings(findings, plain)
+    lines = plain.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.rstrip() for line in lines] == ["✓ sizes: " + ("fit " * 40).rstrip(), "✗ model: [red] gone"]
+    screen = Console(file=io.StringIO(), width=60, force_terminal=True)
+    print_findings(findings, screen)
+    assert "[red] gone" in screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_estimate_follows_the_recipe(model: Path) -> None:
+    config = tiny_config()
+
+    def parts(*overrides: str) -> dict[str, int]:
+        return estimate.memory_estimate(recipe_for(model, *overrides), config)
+
+    base = parts()
+    assert parts("lora.rank=16")["adapter"] == 2 * base["adapter"]
+    assert parts("rollout.max_running=512")["cache"] == 2 * base["cache"]
+    assert parts("trainer.micro_batch_tokens=8192")["activations"] == 2 * base["activations"]
+    numbers = sum(p.num_params for p in iter_params(config))
+    assert 4 * numbers <= base["base"] < 4.1 * numbers, "float32: four bytes a number, and a little padding"
+    packed = parts("model.base_dtype=mxfp4")["base"]
+    experts = sum(p.num_params for p in iter_params(config) if p.quantised)
+    assert base["base"] - packed == round(experts * (4 - 0.5 - 1 / 32))
+
+
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "_cgroup_free", lambda: 12345)
+    assert estimate.available_bytes("cpu") == ("this machine", 12345)
+
+
+def test_no_network_is_asked(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    monkeypatch.setattr(socket.socket, "connect", lambda *args: pytest.fail("a dry run asks nobody"))
+    check.check_recipe(recipe_for(model, "eval.prompts=0"))
