@@ -26,7 +26,7 @@ def make_case(seed: int = 0, dtype: torch.dtype = torch.float64, spread: float =
     mask = torch.zeros(sum(LENGTHS), dtype=torch.float32)
     advantages = torch.zeros(sum(LENGTHS), dtype=dtype)
     for i, (begin, end) in enumerate(pairwise(starts)):
-        mask[begin + 2 : end - 1] = 1.0
+        mask[begin + (2, 1, 0, 0)[i] : end - 1] = 1.0  # a prompt of one token has its first entry in the mask
         advantages[begin:end] = (1.0, -1.5, 3.0, 0.7)[i]
     mask[starts[1] + 4] = 0.0  # a hole, as a tool's answer makes
     return {
