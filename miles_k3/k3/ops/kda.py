@@ -58,8 +58,8 @@ def zero_state(batch: int, q_TNK: Tensor, v_TNV: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Chunks:
-    """Where each token goes when sequences are cut into chunks.
+class Chunks:
+    """Where each token goes when sequences are cut into chunks; made once a forward, shared by its layers.
 
     Chunks are ordered by their place in the sequence, longest sequences first, so that the chunks of scan step c are
     one contiguous slice and belong to the first `active[c]` sequences of `order_B`.
@@ -71,7 +71,7 @@ class _Chunks:
     active: list[int]  # sequences still running at each scan step
 
     @classmethod
-    def of(cls, packed: Packed) -> _Chunks:
+    def of(cls, packed: Packed) -> Chunks:
         device = packed.cu_seqlens.device
         per_seq_B = (packed.lengths_B + CHUNK - 1) // CHUNK
         order_B = torch.argsort(per_seq_B, descending=True, stable=True)
@@ -83,6 +83,10 @@ class _Chunks:
         place_T = packed.cols_T // CHUNK
         slot_T = (first_C[place_T] + rank_B[packed.rows_T]) * CHUNK + packed.cols_T % CHUNK
         return cls(slot_T, order_B, rank_B, active_C.tolist())
+
+    def to(self, device: torch.device) -> Chunks:
+        """The same maps for tensors on `device`: made on the host, they cost no synchronisation."""
+        return Chunks(self.slot_T.to(device), self.order_B.to(device), self.unorder_B.to(device), self.active)
 
     def scatter(self, x: Tensor) -> Tensor:
         """[T, N, ...] -> [M, N, CHUNK, ...], zeros at the padded ends."""
@@ -96,13 +100,13 @@ class _Chunks:
 
 
 def kda_chunk(q_TNK: Tensor, k_TNK: Tensor, v_TNV: Tensor, g_TNK: Tensor, beta_TN: Tensor, packed: Packed,
-              state_BNKV: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+              state_BNKV: Tensor | None = None, chunks: Chunks | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Chunk-parallel form in torch, differentiable: same results as `kda_recurrent` up to fp32 rounding.
 
     Inside a chunk (I + A) U = beta (V - (K e^G) S0) with A[t,j] = beta_t sum_d k_t k_j e^(G_t - G_j), j < t, is solved
     for the deltas U; only the state crosses chunks. Padded slots have k = beta = g = 0 and change nothing.
     """
-    chunks = _Chunks.of(packed)
+    chunks = Chunks.of(packed) if chunks is None else chunks
     q, k = (chunks.scatter(x) for x in (l2_norm(q_TNK) * q_TNK.shape[-1] ** -0.5, l2_norm(k_TNK)))
     v, cum = chunks.scatter(v_TNV.float()), chunks.scatter(g_TNK.float()).cumsum(2)
     beta = chunks.scatter(beta_TN.float().unsqueeze(-1))

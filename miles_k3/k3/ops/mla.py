@@ -22,6 +22,16 @@ def mla_expanded(q_TNQ: Tensor, k_TNQ: Tensor, v_TNV: Tensor, packed: Packed) ->
     return packed.unpad(out.transpose(1, 2))
 
 
+def mla_chunk(q_TNQ: Tensor, k_BSNQ: Tensor, v_BSNV: Tensor, visible_B1LS: Tensor, packed: Packed) -> Tensor:
+    """Attention of each packed sequence's tokens over its own S keys: [T, N, V].
+
+    `visible_B1LS` bool: which keys the l-th query of each sequence may see, at least one each, padding included.
+    """
+    q, k, v = packed.pad(q_TNQ).transpose(1, 2), k_BSNQ.transpose(1, 2), v_BSNV.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_B1LS, scale=q_TNQ.shape[-1] ** -0.5)
+    return packed.unpad(out.transpose(1, 2))
+
+
 def mla_expanded_naive(q_TNQ: Tensor, k_TNQ: Tensor, v_TNV: Tensor, packed: Packed) -> Tensor:
     """The plain twin: explicit scores in fp32, one sequence at a time."""
     cu, out = packed.cu_seqlens.tolist(), []

@@ -1,0 +1,243 @@
+"""The memory that a running request holds: MLA latents in pages, KDA states and convolution windows in slots.
+
+Shapes: L layers of the kind, P pages, S slots, N heads, K key and V value channels, W convolution width, C latent cache
+numbers a token, D three times the KDA width, B requests.
+
+Page 0 and slot 0 belong to nobody: index tensors are padded with 0, so padding never touches a live request. A recycled
+page or slot is dirty until `scrub`, which a step calls before its forward.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from miles_k3.errors import EngineError
+
+
+class PoolError(AssertionError):
+    """A page or slot was freed twice, taken beyond the pool, or used after sleep: a bug, never a user's mistake."""
+
+
+class LatentPages:
+    """KV cache of the MLA layers, `kv` [L, P + 1, page_size, C], shared by pages.
+
+    Each owner (a request's state slot) has a row of `table_SP`, its pages in order. A page may have several owners
+    (a forked prompt); it is free when the last one lets go. Only the owner of an unshared page may write it.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        width: int,
+        num_owners: int,
+        max_pages_per_owner: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self._shape, self._dtype, self.device = (num_layers, num_pages + 1, page_size, width), dtype, device
+        self.table_SP = torch.zeros(num_owners + 1, max_pages_per_owner, dtype=torch.int64)
+        self._owned: dict[int, list[int]] = {}
+        self._users = [0] * (num_pages + 1)
+        self._free = list(range(num_pages, 0, -1))
+        self._dirty: list[int] = []
+        self._kv: Tensor | None = None
+        self.wake()
+
+    @property
+    def kv(self) -> Tensor:
+        if self._kv is None:
+            raise PoolError("the latent pages sleep; wake the engine first")
+        return self._kv
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held at present; 0 while asleep."""
+        return 0 if self._kv is None else self._kv.nbytes
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def pages_of(self, owner: int) -> list[int]:
+        """The owner's pages in order."""
+        return self._owned[owner]
+
+    def take(self, owner: int, count: int, *, shared: Sequence[int] = ()) -> None:
+        """Give `owner` the pages `shared` (of another owner) followed by `count` free ones."""
+        if owner in self._owned:
+            raise PoolError(f"slot {owner} already owns pages")
+        if count > len(self._free):
+            raise PoolError(f"{count} pages taken, {len(self._free)} are free")
+        fresh = [self._free.pop() for _ in range(count)]
+        pages = [*shared, *fresh]
+        for page in pages:
+            self._users[page] += 1
+        self._dirty += fresh
+        self._owned[owner] = pages
+        self.table_SP[owner, : len(pages)] = torch.tensor(pages, dtype=torch.int64)
+
+    def release(self, owner: int) -> None:
+        """Give the owner's pages back; shared ones stay with their other owners."""
+        if owner not in self._owned:
+            raise PoolError(f"slot {owner} owns no pages: freed twice")
+        for page in self._owned.pop(owner):
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free.append(page)
+        self.table_SP[owner] = 0
+
+    def rename(self, source: int, target: int) -> None:
+        """Hand the table row of one slot to another, free one."""
+        if target in self._owned:
+            raise PoolError(f"slot {target} already owns pages")
+        self._owned[target] = self._owned.pop(source)
+        self.table_SP[target] = self.table_SP[source]
+        self.table_SP[source] = 0
+
+    def rows_of(self, owners: Tensor, positions: Tensor) -> Tensor:
+        """Row of `kv[layer].flatten(0, 1)` that holds each (owner, position); host tensors in and out."""
+        return self.table_SP[owners, positions // self.page_size] * self.page_size + positions % self.page_size
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages, every layer."""
+        index = torch.tensor(targets, device=self.device)
+        self.kv.index_copy_(1, index, self.kv.index_select(1, torch.tensor(sources, device=self.device)))
+
+    def scrub(self) -> None:
+        """Zero every page that was taken since the last scrub."""
+        if self._dirty:
+            self.kv.index_fill_(1, torch.tensor(self._dirty, device=self.device), 0.0)
+            self._dirty.clear()
+
+    def sleep(self) -> None:
+        """Drop the memory. Raises EngineError while a page is owned."""
+        if self._owned:
+            raise EngineError(f"{len(self._owned)} requests still hold cache pages; abort them or let them finish")
+        self._kv = None
+
+    def wake(self) -> None:
+        """Take the memory again, zeroed; does nothing when awake."""
+        if self._kv is None:
+            self._kv = torch.zeros(self._shape, dtype=self._dtype, device=self.device)
+
+
+class StateSlots:
+    """KDA memory of the requests: `states` fp32 [L, S + 1, N, K, V] and `windows` [L, S + 1, W - 1, D].
+
+    Slots are given out lowest first, so that a full batch is one contiguous range.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        heads: int,
+        head_dim: int,
+        conv_width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_slots = num_slots
+        self._state_shape = (num_layers, num_slots + 1, heads, head_dim, head_dim)
+        self._window_shape = (num_layers, num_slots + 1, conv_width - 1, 3 * heads * head_dim)
+        self._dtype, self.device = dtype, device
+        self._free = list(range(1, num_slots + 1))
+        self._live: set[int] = set()
+        self._dirty: list[int] = []
+        self._tensors: tuple[Tensor, Tensor] | None = None
+        self.wake()
+
+    @property
+    def states(self) -> Tensor:
+        return self._awake()[0]
+
+    @property
+    def windows(self) -> Tensor:
+        return self._awake()[1]
+
+    def _awake(self) -> tuple[Tensor, Tensor]:
+        if self._tensors is None:
+            raise PoolError("the state slots sleep; wake the engine first")
+        return self._tensors
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held at present; 0 while asleep."""
+        return 0 if self._tensors is None else sum(t.nbytes for t in self._tensors)
+
+    def take(self) -> int:
+        """The lowest free slot."""
+        if not self._free:
+            raise PoolError(f"all {self.num_slots} state slots are taken")
+        slot = heapq.heappop(self._free)
+        self._live.add(slot)
+        self._dirty.append(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        if slot not in self._live:
+            raise PoolError(f"state slot {slot} is free already: freed twice")
+        self._live.remove(slot)
+        heapq.heappush(self._free, slot)
+
+    def compact(self) -> dict[int, int]:
+        """Move the highest live slots into the gaps below them; {old slot: new slot}. Nothing may be dirty."""
+        if self._dirty:
+            raise PoolError(f"slots {self._dirty} are dirty; scrub before moving any")
+        moves: dict[int, int] = {}
+        for last in sorted(self._live, reverse=True):
+            if not self._free or self._free[0] > last:
+                break
+            moves[last] = heapq.heappop(self._free)
+        if moves:
+            self.copy(list(moves), list(moves.values()))
+            for source, target in moves.items():
+                self._live.remove(source)
+                self._live.add(target)
+                heapq.heappush(self._free, source)
+        return moves
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy states and windows of every layer from slots to slots; the targets are then clean."""
+        source, target = (torch.tensor(s, device=self.device) for s in (sources, targets))
+        for pool in self._awake():
+            pool.index_copy_(1, target, pool.index_select(1, source))
+        self._dirty = [slot for slot in self._dirty if slot not in set(targets)]
+
+    def scrub(self) -> None:
+        """Zero every slot that was taken since the last scrub: S = 0 is also where a request starts."""
+        if self._dirty:
+            index = torch.tensor(self._dirty, device=self.device)
+            for pool in self._awake():
+                pool.index_fill_(1, index, 0.0)
+            self._dirty.clear()
+
+    def sleep(self) -> None:
+        """Drop the memory. Raises EngineError while a slot is live."""
+        if self._live:
+            raise EngineError(f"{len(self._live)} requests still hold state slots; abort them or let them finish")
+        self._tensors = None
+
+    def wake(self) -> None:
+        """Take the memory again, zeroed; does nothing when awake."""
+        if self._tensors is None:
+            self._tensors = (
+                torch.zeros(self._state_shape, device=self.device),
+                torch.zeros(self._window_shape, dtype=self._dtype, device=self.device),
+            )

@@ -1,0 +1,292 @@
+"""EmbeddedEngine: the rollout engine inside the trainer's process, on the same base tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from miles_k3.adapters.store import AdapterStore
+from miles_k3.errors import AdapterError, EngineError
+from miles_k3.k3.config import K3Config
+from miles_k3.k3.weights import ResidentBase
+from miles_k3.rollout.cache.pools import LatentPages, StateSlots
+from miles_k3.rollout.embedded.model import EngineModel
+from miles_k3.rollout.embedded.request import Request, Stage, judge_params, judge_tokens
+from miles_k3.rollout.embedded.runner import Runner
+from miles_k3.rollout.embedded.scheduler import Scheduler
+from miles_k3.rollout.embedded.text import Detokenizer, StopText
+from miles_k3.types import AdapterConfig, AdapterUpdate, Completion, FinishReason, SamplingParams
+
+
+class EmbeddedEngine:
+    """Implements `protocols.Engine`. One event loop at a time drives it; several `asyncio.run` in turn are fine.
+
+    Steps run on the loop's own thread, with a turn for the loop's other tasks after each. All methods must be called
+    from that thread. Every request uses the newest adapter unless it pins a live version; before the first adapter
+    that is version -1, the bare base.
+    """
+
+    def __init__(
+        self,
+        base: ResidentBase,
+        config: K3Config,
+        *,
+        tokenizer: Detokenizer | None = None,
+        adapter_config: AdapterConfig | None = None,
+        max_lora_rank: int = 16,
+        max_running: int = 256,
+        page_size: int = 16,
+        num_pages: int = 0,
+        prefill_chunk_tokens: int = 4096,
+        max_sequence_tokens: int,
+        dtype: torch.dtype | None = None,
+        share_prompts: bool = True,
+    ) -> None:
+        """`num_pages` 0 holds `max_running` requests of `max_sequence_tokens`. `adapter_config`: refuse any other.
+
+        Raises EngineError when `dtype` is not the base's own.
+        """
+        if dtype is not None and dtype != base.dtype:
+            raise EngineError(
+                f"the engine was asked for {dtype}, the base it shares is {base.dtype}; load it as {dtype}"
+            )
+        self.config, self.max_sequence_tokens = config, max_sequence_tokens
+        self.tokenizer, self.adapter_config = tokenizer, adapter_config
+        per_request = -(-max_sequence_tokens // page_size)
+        self.pages = LatentPages(
+            num_layers=len(config.mla_layers),
+            num_pages=num_pages or max_running * per_request,
+            page_size=page_size,
+            width=config.latent_cache_dim,
+            num_owners=max_running,
+            max_pages_per_owner=per_request,
+            dtype=base.dtype,
+            device=base.device,
+        )
+        self.slots = StateSlots(
+            num_layers=len(config.kda_layers),
+            num_slots=max_running,
+            heads=config.kda_num_heads,
+            head_dim=config.kda_head_dim,
+            conv_width=config.short_conv_kernel_size,
+            dtype=base.dtype,
+            device=base.device,
+        )
+        self.store = AdapterStore(config, max_rank=max_lora_rank, dtype=base.dtype, device=base.device)
+        self.scheduler = Scheduler(
+            self.slots,
+            self.pages,
+            max_running=max_running,
+            prefill_chunk_tokens=prefill_chunk_tokens,
+            share_prompts=share_prompts,
+        )
+        self.runner = Runner(EngineModel(base), self.store, self.slots, self.pages, self.scheduler)
+        self._requests: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
+        self._ids = itertools.count()
+        self._driver: asyncio.Task[None] | None = None
+        self._asleep = self._closed = False
+
+    @property
+    def adapter_version(self) -> int:
+        """The version that new requests use; -1, the bare base, before the first adapter."""
+        return self.store.current_version
+
+    # --- requests -----------------------------------------------------------------------------------------------
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        adapter_version: int | None = None,
+    ) -> Completion:
+        """Continue `token_ids`; ends on exactly the stop tokens and strings of `params`, or its token limit.
+
+        Cancelling the call aborts the request. Raises EngineError on bad tokens or parameters, on a request that can
+        never fit, a version that is not live, an id that is in use, and while the engine sleeps or is closed.
+        """
+        loop = asyncio.get_running_loop()
+        self._refuse_foreign(loop)
+        request = self._submit(token_ids, params, request_id, adapter_version)
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._requests[request.id] = request, future
+        self._ensure_driver(loop)
+        try:
+            return await future
+        finally:
+            self.abort(request.id)
+
+    def _submit(
+        self, token_ids: Sequence[int], params: SamplingParams, request_id: str | None, version: int | None
+    ) -> Request:
+        self._refuse_unready("generate")
+        judge_params(params, self.tokenizer is not None)
+        prompt = judge_tokens(token_ids, self.config.vocab_size, "the prompt")
+        self._judge_size(len(prompt), params.max_new_tokens)
+        if request_id is None:
+            request_id = f"request-{next(self._ids)}"
+        if request_id in self._requests:
+            raise EngineError(f"request id {request_id!r} is in use; choose another or leave it out")
+        stop_text = StopText(self.tokenizer, params.stop) if params.stop and self.tokenizer else None
+        try:
+            version = self.store.acquire(version)
+        except AdapterError as e:
+            raise EngineError(str(e)) from e
+        request = Request(id=request_id, prompt=prompt, params=params, version=version, stop_text=stop_text)
+        self.scheduler.submit(request)
+        return request
+
+    def _judge_size(self, prompt: int, new: int) -> None:
+        if prompt + new > self.max_sequence_tokens:
+            raise EngineError(
+                f"the prompt has {prompt} tokens and max_new_tokens is {new}: {prompt + new} together, but sequences "
+                f"are limited to {self.max_sequence_tokens}; raise task.max_prompt_tokens or lower "
+                "rollout.sampling.max_new_tokens"
+            )
+        needed = self.pages.pages_for(prompt + new - 1)
+        if needed > self.pages.num_pages:
+            raise EngineError(
+                f"the request needs {needed} cache pages, the pool has {self.pages.num_pages}; "
+                f"set rollout.num_pages: {needed} or more, or 0"
+            )
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its memory at once; its `generate` returns what it has. Unknown ids are ignored."""
+        if request_id in self._requests:
+            request, _ = self._requests[request_id]
+            self.scheduler.finish(request, FinishReason.ABORT)
+            self._settle(request)
+
+    def _settle(self, request: Request, failure: BaseException | None = None) -> None:
+        """Release what an ended request holds and answer its caller."""
+        assert request.stage is Stage.DONE
+        _, future = self._requests.pop(request.id)
+        self.store.release(request.version)
+        self.runner.counters[f"finished_{request.finish_reason}"] += 1
+        if future.done() or future.get_loop().is_closed():
+            return
+        if failure is not None:
+            future.set_exception(EngineError(f"the engine's step failed: {failure!r}"))
+        else:
+            future.set_result(request.completion(self.tokenizer))
+
+    # --- driver -------------------------------------------------------------------------------------------------
+    def _refuse_foreign(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._driver is not None and not self._driver.done() and self._driver.get_loop() is not loop:
+            if self._driver.get_loop().is_running():
+                raise EngineError("another event loop is using this engine; one loop at a time may")
+            self._drop_all(None)  # that loop was closed with requests in flight: nobody waits for them
+
+    def _ensure_driver(self, loop: asyncio.AbstractEventLoop) -> None:
+        alive = self._driver is not None and not self._driver.done() and self._driver.get_loop() is loop
+        if not alive:
+            self._driver = loop.create_task(self._drive())
+            self._driver.add_done_callback(self._driver_ended)
+
+    async def _drive(self) -> None:
+        """Step while there is work; callers get their turn after every step."""
+        while self.scheduler.has_work:
+            for request in self.runner.step():
+                self._settle(request)
+            await asyncio.sleep(0)
+
+    def _driver_ended(self, driver: asyncio.Task[None]) -> None:
+        if driver is not self._driver:
+            return
+        failure = asyncio.CancelledError("the driver was cancelled") if driver.cancelled() else driver.exception()
+        if failure is not None:
+            self._drop_all(failure)
+        elif self.scheduler.has_work:  # a request came while the driver was on its way out
+            self._driver = None
+            self._ensure_driver(driver.get_loop())
+
+    def _drop_all(self, failure: BaseException | None) -> None:
+        for request, _ in list(self._requests.values()):
+            reason = FinishReason.ABORT if failure is None else FinishReason.ERROR
+            self.scheduler.finish(request, reason)
+            self._settle(request, failure)
+
+    # --- scoring ------------------------------------------------------------------------------------------------
+    def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
+        """Log-probabilities of tokens 1.. of each sequence under the newest adapter: fp32 [len - 1] each, on the host.
+
+        Uses no cache, so it works while the engine sleeps. Raises EngineError on bad tokens or temperature <= 0.
+        """
+        if not 0 < temperature < float("inf"):
+            raise EngineError(f"score got temperature {temperature}; expected a finite number above 0")
+        judged = [judge_tokens(s, self.config.vocab_size, f"sequence {i}") for i, s in enumerate(sequences)]
+        scores = [torch.zeros(0) for _ in judged]
+        batch: list[int] = []
+        for i in [i for i, s in enumerate(judged) if len(s) > 1]:
+            if sum(len(judged[j]) for j in (*batch, i)) > self.scheduler.prefill_chunk_tokens and batch:
+                self._score_into(scores, judged, batch, temperature)
+                batch = []
+            batch.append(i)
+        if batch:
+            self._score_into(scores, judged, batch, temperature)
+        return scores
+
+    def _score_into(
+        self, scores: list[torch.Tensor], judged: Sequence[tuple[int, ...]], batch: list[int], temperature: float
+    ) -> None:
+        rows = self.runner.score([judged[i] for i in batch], self.adapter_version, temperature)
+        for i, row in zip(batch, rows, strict=True):
+            scores[i] = row.clone()  # an ordinary tensor: one made in inference mode can't enter autograd
+
+    # --- adapters and memory ------------------------------------------------------------------------------------
+    def load_adapter(self, update: AdapterUpdate) -> None:
+        """All or nothing: verify, fill the idle slot, flip. Requests in flight finish on, and carry, their version.
+
+        Never waits: while the idle slot still serves requests it raises AdapterError, and may be called again once
+        they have ended. Raises EngineError while the engine sleeps or is closed.
+        """
+        self._refuse_unready("load_adapter")
+        expected = self.adapter_config
+        if expected is not None and update.config != expected and update.config.rank <= self.store.max_rank:
+            raise AdapterError(f"adapter v{update.version} is {update.config}, this run's adapters are {expected}")
+        self.store.load(update)
+
+    def sleep(self) -> None:
+        """Give the caches' memory back. Raises EngineError while requests run or wait."""
+        if self._requests:
+            raise EngineError(f"{len(self._requests)} requests run or wait; await or abort them before sleep")
+        self.pages.sleep()
+        self.slots.sleep()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Take the caches' memory again. Raises EngineError when the engine is closed."""
+        if self._closed:
+            raise EngineError("the engine is closed; make a new one")
+        self.pages.wake()
+        self.slots.wake()
+        self._asleep = False
+
+    def _refuse_unready(self, verb: str) -> None:
+        if self._closed:
+            raise EngineError(f"{verb} on a closed engine; make a new one")
+        if self._asleep:
+            raise EngineError(f"{verb} while the engine sleeps; call wake() first")
+
+    def close(self) -> None:
+        """Abort everything and give the memory back; a closed engine stays closed."""
+        self._drop_all(None)
+        self._closed = True
+        self.pages.sleep()
+        self.slots.sleep()
+
+    def stats(self) -> Mapping[str, float]:
+        """Gauges of now, and counters and seconds since the start."""
+        return {
+            "running": self.scheduler.num_running,
+            "waiting": len(self.scheduler.waiting),
+            "free_pages": self.pages.num_free,
+            "free_slots": self.slots.num_free,
+            "cache_bytes": self.pages.num_bytes + self.slots.num_bytes,
+            "adapter_version": self.adapter_version,
+            **self.runner.seconds,
+            **self.runner.counters,
+        }

@@ -1,0 +1,87 @@
+"""Kimi K3's forward over a step's batch and the caches.
+
+Shapes: T tokens, B requests, H hidden, V vocabulary, M MoE layers, K chosen experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from miles_k3.k3.ops.decode import rms_norm
+from miles_k3.k3.ops.residual_bank import ResidualBank
+from miles_k3.k3.weights import ResidentBase
+from miles_k3.rollout.embedded.attention import KdaLayer, MlaLayer
+from miles_k3.rollout.embedded.batch import StepBatch
+from miles_k3.rollout.embedded.lora import StepAdapters
+from miles_k3.rollout.embedded.mlp import MlpLayer, MoeLayer
+from miles_k3.rollout.embedded.weights import LayerWeights, model_weights
+
+
+class EngineModel:
+    """The whole text model on the resident base's own tensors."""
+
+    def __init__(self, base: ResidentBase) -> None:
+        c = self.config = base.config
+        self.weights = model_weights(base)
+        kda, mla = {l: n for n, l in enumerate(c.kda_layers)}, {l: n for n, l in enumerate(c.mla_layers)}
+        self.attentions: list[KdaLayer | MlaLayer] = []
+        for layer, w in enumerate(self.weights.layers):
+            if w.kda is not None:
+                self.attentions.append(KdaLayer(c, w.kda, layer, kda[layer]))
+            elif w.mla is not None:
+                self.attentions.append(MlaLayer(c, w.mla, layer, mla[layer]))
+        self.mlps = [MlpLayer(c, w.mlp, layer) for layer, w in enumerate(self.weights.layers)]
+        self.moes = [MoeLayer(c, w.moe, layer) if w.moe else None for layer, w in enumerate(self.weights.layers)]
+
+    def hidden(
+        self, batch: StepBatch, adapters: StepAdapters, *, capture: bool = False
+    ) -> tuple[ResidualBank, Tensor | None]:
+        """Run every layer; (residual rows of all tokens, chosen experts int16 [T, M, K] if `capture`).
+
+        Writes the new tokens into the caches that the batch names.
+        """
+        residual = ResidualBank(self.weights.embed[batch.tokens_T], self.config.bank_rows(len(self.mlps)) + 1)
+        chosen: list[Tensor] = []
+        for layer, w in enumerate(self.weights.layers):
+            self._attention(layer, w, residual, batch, adapters)
+            experts_TK = self._mlp(layer, w, residual, adapters)
+            if capture and experts_TK is not None:
+                chosen.append(experts_TK.to(torch.int16))
+        return residual, torch.stack(chosen, dim=1) if capture else None
+
+    def _attention(
+        self, layer: int, w: LayerWeights, residual: ResidualBank, batch: StepBatch, adapters: StepAdapters
+    ) -> None:
+        x_TH = rms_norm(residual.mix(w.attn_query_H), w.attn_norm_H, self.config.rms_norm_eps)
+        out_TH = self.attentions[layer](x_TH, batch, adapters)
+        if self.config.starts_block(layer):
+            residual.bank(out_TH)
+        else:
+            residual.add(out_TH)
+
+    def _mlp(self, layer: int, w: LayerWeights, residual: ResidualBank, adapters: StepAdapters) -> Tensor | None:
+        x_TH = rms_norm(residual.mix(w.mlp_query_H), w.mlp_norm_H, self.config.rms_norm_eps)
+        moe, experts_TK = self.moes[layer], None
+        out_TH = self.mlps[layer](x_TH, adapters)
+        if moe is not None:
+            routed_TH, experts_TK = moe(x_TH, adapters)
+            out_TH = out_TH.add_(routed_TH)
+        residual.add(out_TH)
+        return experts_TK
+
+    def logits(self, residual: ResidualBank, rows: Tensor | None = None) -> Tensor:
+        """fp32 [rows, V] of the tokens at stream indices `rows` (None: all)."""
+        if rows is not None:
+            residual = residual.select(rows)
+        x = rms_norm(residual.mix(self.weights.out_query_H), self.weights.norm_H, self.config.rms_norm_eps)
+        return _fp32_product(x, self.weights.head)
+
+
+def _fp32_product(x: Tensor, head_VH: Tensor) -> Tensor:
+    """x W^T with an fp32 result: a BF16 logit near 10 would be off by up to 0.03."""
+    if x.dtype == torch.float32:
+        return x @ head_VH.t()
+    if x.is_cuda:
+        return torch.mm(x, head_VH.t(), out_dtype=torch.float32)
+    return x.float() @ head_VH.float().t()

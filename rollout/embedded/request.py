@@ -1,0 +1,126 @@
+"""One request from arrival to completion, and the judgement of what callers send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from miles_k3.errors import EngineError
+from miles_k3.rollout.embedded.text import Detokenizer, StopText, decode
+from miles_k3.types import Completion, FinishReason, SamplingParams
+
+
+class Stage(Enum):
+    """Where a request stands."""
+
+    WAITING = auto()  # holds no memory
+    PREFILL = auto()  # its prompt is being computed
+    FOLLOWING = auto()  # has memory, waits for a twin's prompt to be computed
+    DECODE = auto()
+    DONE = auto()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """The engine's own record of a request; only the scheduler and the engine change it."""
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    version: int
+    stop_text: StopText | None = None
+    stage: Stage = Stage.WAITING
+    slot: int = 0
+    num_cached: int = 0  # tokens whose KV and state are in the pools
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    routed: list[Tensor] = field(default_factory=list)  # int16 [tokens, M, K] each
+    followers: list[Request] = field(default_factory=list)
+    cut_at: int | None = None  # where a stop string begins in the text
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens it may put into the caches: the last one sampled is never fed."""
+        return len(self.prompt) + self.params.max_new_tokens - 1
+
+    @property
+    def position(self) -> int:
+        """Sequence position of the next token to be sampled."""
+        return len(self.prompt) + len(self.token_ids)
+
+    def accept(self, token: int, logprob: float) -> FinishReason | None:
+        """Append a sampled token; why the request ends with it, if it does."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self.params.stop_token_ids:
+            return FinishReason.STOP
+        if self.stop_text is not None:
+            self.cut_at = self.stop_text.find(self.token_ids)
+            if self.cut_at is not None:
+                return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) == self.params.max_new_tokens else None
+
+    def completion(self, tokenizer: Detokenizer | None) -> Completion:
+        """The answer. Its text ends before the stop string or stop token; `token_ids` keep all that was sampled."""
+        assert self.finish_reason is not None
+        return Completion(
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            text=self._text(tokenizer),
+            finish_reason=self.finish_reason,
+            adapter_version=self.version,
+            routed_experts=self._routed(),
+            error=self.error,
+        )
+
+    def _text(self, tokenizer: Detokenizer | None) -> str:
+        if tokenizer is None:
+            return ""
+        if self.stop_text is not None and self.cut_at is not None:
+            return self.stop_text.text[: self.cut_at]
+        ends_on_token = self.token_ids and self.token_ids[-1] in self.params.stop_token_ids
+        return decode(tokenizer, self.token_ids[:-1] if ends_on_token else self.token_ids)
+
+    def _routed(self) -> Tensor | None:
+        """[tokens - 1, M, K], or None where it was not asked for or the request ended inside its prompt."""
+        if not self.params.return_routed_experts or not self.routed:
+            return None
+        routed = torch.cat(self.routed)
+        return routed if len(routed) == len(self.prompt) + len(self.token_ids) - 1 else None
+
+
+def judge_params(params: SamplingParams, has_tokenizer: bool) -> None:
+    """Raises EngineError on parameters that no request can be served with."""
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise EngineError(f"temperature is {params.temperature}; expected 0 (greedy) or a finite number above it")
+    if not 0 < params.top_p <= 1:
+        raise EngineError(f"top_p is {params.top_p}; expected a number above 0 and at most 1 (1 keeps every token)")
+    if params.top_k < 0:
+        raise EngineError(f"top_k is {params.top_k}; expected 0 (keeps every token) or more")
+    if params.max_new_tokens < 1:
+        raise EngineError(f"max_new_tokens is {params.max_new_tokens}; expected at least 1")
+    if "" in params.stop:
+        raise EngineError("a stop string is empty; it would end every answer at once")
+    if params.stop and not has_tokenizer:
+        raise EngineError("stop strings need a tokenizer, and this engine was made without; pass stop_token_ids")
+
+
+def judge_tokens(token_ids: Sequence[int], vocab: int, what: str) -> tuple[int, ...]:
+    """The ids as plain integers. Raises EngineError on an empty list or an id outside the vocabulary."""
+    tokens = tuple(map(int, token_ids))
+    if not tokens:
+        raise EngineError(f"{what} is empty; expected at least one token")
+    if min(tokens) < 0 or max(tokens) >= vocab:
+        at = next(i for i, t in enumerate(tokens) if not 0 <= t < vocab)
+        raise EngineError(
+            f"{what} has token {tokens[at]} at position {at}; the model's vocabulary is 0..{vocab - 1}: "
+            "is the tokenizer that of model.path?"
+        )
+    return tokens

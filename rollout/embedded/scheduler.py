@@ -1,0 +1,178 @@
+"""Continuous batching: who runs next, with which memory.
+
+First come, first served: a request is admitted when a state slot and the pages of its whole length are free, so that
+nothing that runs is ever preempted. Steps of prompt chunks and steps of decoding take turns. Everything is a function
+of the order of submission.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from miles_k3.rollout.cache.pools import LatentPages, StateSlots
+from miles_k3.rollout.embedded.request import Request, Stage
+from miles_k3.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What to compute next: chunks of prompts [(request, tokens)], or one token for each decoding request."""
+
+    chunks: tuple[tuple[Request, int], ...] = ()
+    decodes: tuple[Request, ...] = ()
+
+
+class Scheduler:
+    """Owns the pools' books; the engine moves the bytes.
+
+    Requests with the same prompt and adapter version that are admitted while the first of them is in prefill follow
+    it: its prompt is computed once and forked.
+    """
+
+    def __init__(
+        self,
+        slots: StateSlots,
+        pages: LatentPages,
+        *,
+        max_running: int,
+        prefill_chunk_tokens: int,
+        share_prompts: bool = True,
+    ) -> None:
+        self.slots, self.pages = slots, pages
+        self.max_running, self.prefill_chunk_tokens, self.share_prompts = (
+            max_running,
+            prefill_chunk_tokens,
+            share_prompts,
+        )
+        self.waiting: deque[Request] = deque()
+        self.prefilling: list[Request] = []
+        self.decoding: list[Request] = []
+        self._leaders: dict[tuple[int, tuple[int, ...]], Request] = {}
+        self._num_following = 0
+        self._prefill_last = False
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold memory."""
+        return len(self.prefilling) + self._num_following + len(self.decoding)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.decoding)
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    # --- planning -----------------------------------------------------------------------------------------------
+    def plan(self) -> Step:
+        """Admit whoever fits, clean and order their memory, and choose the next step: prompts and decoding in turn."""
+        while self.waiting and self._admit(self.waiting[0]):
+            self.waiting.popleft()
+        self.slots.scrub()
+        self.pages.scrub()
+        self._compact()
+        if self.prefilling and not (self._prefill_last and self.decoding):
+            self._prefill_last = True
+            return Step(chunks=tuple(self._chunks()))
+        self._prefill_last = False
+        return Step(decodes=tuple(self.decoding))
+
+    def _admit(self, request: Request) -> bool:
+        """Give a request its slot and pages if they are free."""
+        key = (request.version, request.prompt)
+        leader = self._leaders.get(key) if self.share_prompts else None
+        # Only full pages are shared: nobody writes into them any more once the prompt is computed.
+        shared = self.pages.pages_of(leader.slot)[: len(request.prompt) // self.pages.page_size] if leader else []
+        needed = self.pages.pages_for(request.total_tokens) - len(shared)
+        if self.num_running >= self.max_running or not self.slots.num_free or needed > self.pages.num_free:
+            return False
+        request.slot = self.slots.take()
+        self.pages.take(request.slot, needed, shared=shared)
+        if leader:
+            request.stage = Stage.FOLLOWING
+            leader.followers.append(request)
+            self._num_following += 1
+        else:
+            request.stage = Stage.PREFILL
+            self.prefilling.append(request)
+            self._leaders[key] = request
+        return True
+
+    def _chunks(self) -> list[tuple[Request, int]]:
+        budget, chunks = self.prefill_chunk_tokens, []
+        for request in self.prefilling:
+            count = min(budget, len(request.prompt) - request.num_cached)
+            chunks.append((request, count))
+            budget -= count
+            if not budget:
+                break
+        return chunks
+
+    # --- progress -----------------------------------------------------------------------------------------------
+    def prompt_done(self, request: Request) -> list[Request]:
+        """Move a computed prompt and its followers on to decoding; gives the request and its followers.
+
+        The caller then copies the leader's state, and the page its prompt ends in, to the followers.
+        """
+        followers, request.followers = request.followers, []
+        self.prefilling.remove(request)
+        self._forget_leader(request)
+        self._num_following -= len(followers)
+        for member in (request, *followers):
+            member.stage = Stage.DECODE
+            member.num_cached = len(member.prompt)
+        for follower in followers:
+            follower.routed = list(request.routed)
+        self.decoding += [request, *followers]
+        return [request, *followers]
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request at any stage and free its memory at once."""
+        if request.stage is Stage.DONE:
+            return
+        if request.stage is Stage.WAITING:
+            self.waiting.remove(request)
+        elif request.stage is Stage.PREFILL:
+            self.prefilling.remove(request)
+            self._forget_leader(request)
+            self._restart(request.followers)
+            request.followers = []
+        elif request.stage is Stage.FOLLOWING:
+            self._leaders[request.version, request.prompt].followers.remove(request)
+            self._num_following -= 1
+        else:
+            self.decoding.remove(request)
+        if request.stage is not Stage.WAITING:
+            self._free(request)
+        request.stage, request.finish_reason, request.error = Stage.DONE, reason, error
+
+    def _compact(self) -> None:
+        """Make the live slots 1..n again, and order decoding by slot: the states of a full batch are then one view."""
+        moves = self.slots.compact()
+        if moves:
+            followers = [f for r in self.prefilling for f in r.followers]
+            for request in (*self.prefilling, *followers, *self.decoding):
+                target = moves.get(request.slot)
+                if target is not None:
+                    self.pages.rename(request.slot, target)
+                    request.slot = target
+        self.decoding.sort(key=lambda r: r.slot)
+
+    def _restart(self, followers: list[Request]) -> None:
+        """Followers whose leader went away wait again, in front."""
+        for follower in reversed(followers):
+            self._free(follower)
+            follower.stage = Stage.WAITING
+            self.waiting.appendleft(follower)
+        self._num_following -= len(followers)
+
+    def _forget_leader(self, request: Request) -> None:
+        key = (request.version, request.prompt)
+        if self._leaders.get(key) is request:
+            del self._leaders[key]
+
+    def _free(self, request: Request) -> None:
+        self.pages.release(request.slot)
+        self.slots.release(request.slot)
+        request.slot = 0
