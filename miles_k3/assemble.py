@@ -1,0 +1,119 @@
+"""A recipe's parts: model, task, engine, trainer, reward workers, put together the same way by every command."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from miles_k3.config import Recipe
+from miles_k3.errors import CheckpointError, ConfigError, LaunchError
+from miles_k3.k3.config import K3Config
+from miles_k3.k3.weights import ResidentBase, load_base
+from miles_k3.protocols import Engine, Trainer
+from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.tasks.registry import GradedTask, make_task
+from miles_k3.rollout.tasks.rewards import RewardPool
+from miles_k3.types import AdapterConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Model:
+    """The frozen base and its tokenizer, held once and shared."""
+
+    config: K3Config
+    base: ResidentBase
+    tokenizer: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
+    """Everything that a loop works with. `trainer` is None where nothing is trained."""
+
+    model: Model
+    task: GradedTask
+    rewards: RewardPool
+    engine: Engine
+    trainer: Trainer | None
+
+
+@contextmanager
+def assembled(recipe: Recipe, *, training: bool) -> Iterator[Parts]:
+    """The parts of `recipe`, ended in reverse order afterwards. Reward workers start while the model loads."""
+    torch.set_num_threads(recipe.run.threads or torch.get_num_threads())
+    with ExitStack() as stack:
+        config = K3Config.from_folder(recipe.model.path)
+        if recipe.model.mla_latent_norm_eps is not None:
+            config = dataclasses.replace(config, mla_latent_norm_eps=recipe.model.mla_latent_norm_eps)
+        tokenizer = load_tokenizer(recipe.model.path)
+        task = make_task(recipe.task, tokenizer, seed=recipe.run.seed)
+        workers = RewardPool(task, recipe.task.reward_workers, recipe.task.reward_timeout_s)
+        rewards = stack.enter_context(workers)
+        base = load_base(
+            recipe.model.path, config, dtype=DTYPES[recipe.model.dtype], device=pick_device(recipe.model.device),
+            base_dtype=recipe.model.base_dtype,
+        )  # fmt: skip
+        model = Model(config=config, base=base, tokenizer=tokenizer)
+        trainer = make_trainer(recipe, model) if training else None
+        engine = make_engine(recipe, model)
+        stack.callback(engine.close)
+        yield Parts(model=model, task=task, rewards=rewards, engine=engine, trainer=trainer)
+
+
+def pick_device(wanted: str) -> torch.device:
+    """auto: this process's CUDA device where there is one. Raises LaunchError when CUDA is asked for and absent."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError("model.device is cuda, but torch sees no CUDA device; set model.device: auto or cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The folder's own tokenizer, offline. Raises CheckpointError when it can't be read or has no chat template."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{folder}: no tokenizer that transformers can read ({e}); copy tokenizer.json") from e
+    if not tokenizer.chat_template:
+        raise CheckpointError(f"{folder}: the tokenizer has no chat template; put chat_template.jinja beside it")
+    return tokenizer
+
+
+def adapter_config(recipe: Recipe) -> AdapterConfig:
+    return AdapterConfig(rank=recipe.lora.rank, alpha=recipe.lora.alpha, share_gate_up_a=recipe.lora.share_gate_up_a)
+
+
+def make_engine(recipe: Recipe, model: Model) -> EmbeddedEngine:
+    rollout = recipe.rollout
+    longest = recipe.task.max_prompt_tokens + rollout.sampling.max_new_tokens
+    if longest > model.config.max_position_embeddings:
+        raise ConfigError(
+            f"task.max_prompt_tokens + rollout.sampling.max_new_tokens is {longest}; the model takes "
+            f"{model.config.max_position_embeddings} (max_position_embeddings): lower one of them"
+        )
+    return EmbeddedEngine(
+        model.base, model.config, tokenizer=model.tokenizer, adapter_config=adapter_config(recipe),
+        max_lora_rank=rollout.max_lora_rank, max_running=rollout.max_running, page_size=rollout.page_size,
+        num_pages=rollout.num_pages, prefill_chunk_tokens=rollout.prefill_chunk_tokens, max_sequence_tokens=longest,
+    )  # fmt: skip
+
+
+def make_trainer(recipe: Recipe, model: Model) -> Trainer:
+    from miles_k3.trainer.megatron import MegatronTrainer  # brings megatron-core, which evaluation does without
+
+    return MegatronTrainer(
+        model.base, model.config, adapter=adapter_config(recipe), section=recipe.trainer, algorithm=recipe.algorithm,
+        total_steps=recipe.run.steps, seed=recipe.run.seed,
+    )  # fmt: skip
