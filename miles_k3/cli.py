@@ -66,7 +66,7 @@ def _options(
     logging.basicConfig(
         level=logging.DEBUG if debug else logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    for noisy in ("matplotlib", "urllib3", "filelock", "asyncio", "markdown_it"):
+    for noisy in ("megatron", "matplotlib", "urllib3", "filelock", "asyncio", "markdown_it"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from miles_k3.errors import MilesError
 from miles_k3.recipe import load_recipe
 from miles_k3.run_folder import RunFolder
 
@@ -19,8 +20,8 @@ def run_demo(seed: int) -> None:
         from miles_k3.loop import run_training
 
         result = run_training(recipe, run)
-    assert result.before is not None
-    assert result.after is not None
+    if result.before is None or result.after is None:
+        raise MilesError(f"the demo was interrupted after step {result.steps}; its run is at {run.path}")
     for picture in result.plots:
         print(f"picture: {picture}")
     print(f"peak memory: {result.peak_memory_bytes / 1e9:.2f} GB")

@@ -36,7 +36,7 @@ STATE_FILE = "loop.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. `before` and `after` are evaluations of the first and the last adapter, None where off.
+    """How a run ended. `before` and `after` are evaluations of the first and the last adapter, None where there was none.
 
     `steps` counts the adapter's steps; `interrupted` says that a signal ended the run early, with a checkpoint.
     """
@@ -58,11 +58,11 @@ def run_training(recipe: Recipe, run: RunFolder, *, resume: bool = False) -> Run
         ring = Ring(recipe, run, parts)
         first = ring.restore() if resume else ring.begin()
         with _open_log(recipe, run) as metrics:
-            before = after = ring.first_sync(first, metrics)
-            step = first
+            before = ring.first_sync(first, metrics)
+            step, after = first, before if recipe.run.steps == 0 else None
             while step < recipe.run.steps and not stop:
                 step += 1
-                after = ring.step(step, metrics) or after
+                after = ring.step(step, metrics)
                 if stop or step == recipe.run.steps or (recipe.run.save_every and step % recipe.run.save_every == 0):
                     ring.save(step)
             if stop:
@@ -163,8 +163,8 @@ class Ring:
             wanted = adapter_config(self.recipe)
             if (config.rank, config.alpha) != (wanted.rank, wanted.alpha):
                 raise AdapterError(
-                    f"lora.init_from has rank {config.rank} and alpha {config.alpha}, the recipe rank {wanted.rank} and "
-                    f"alpha {wanted.alpha}; set lora.rank and lora.alpha to the adapter's"
+                    f"lora.init_from has rank {config.rank} and alpha {config.alpha}, the recipe rank {wanted.rank} "
+                    f"and alpha {wanted.alpha}; set lora.rank and lora.alpha to the adapter's"
                 )
             self.trainer.load_adapter(tensors)
         return 0

@@ -74,7 +74,8 @@ def tiny_config() -> K3Config:
     }  # fmt: skip
     raw = {
         "architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": "bfloat16",
-        "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "tie_word_embeddings": False, "text_config": text,
+        "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "tie_word_embeddings": False,
+        "text_config": text,
     }  # fmt: skip
     return K3Config.from_json(raw)
 
@@ -323,7 +324,8 @@ def train(args: argparse.Namespace, tok: Tokenizer, device: torch.device) -> tup
             model = TrainableK3(config, experts.weights())
             sampled, greedy = (accuracy(model, tok, held_out, t, device) for t in (1.0, 0.0))
             print(
-                f"step {step:5d}  accuracy at temperature 1 {sampled:.3f}, greedy {greedy:.3f}  {time.time() - started:.0f} s",
+                f"step {step:5d}  accuracy at temperature 1 {sampled:.3f}, greedy {greedy:.3f}  "
+                f"{time.time() - started:.0f} s",
                 flush=True,
             )
         if step == args.steps:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from helpers.runs import read_results, small_recipe, train_here
+
 from miles_k3.assemble import assembled
 from miles_k3.errors import SyncError
 from miles_k3.k3.config import K3Config

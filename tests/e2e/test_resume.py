@@ -9,13 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-
 from helpers.runs import read_results, start, train_command, train_here
 
 STEPS = ("run.steps=4", "run.save_every=2", "eval.prompts=16", "eval.every=2")
 ENV = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
-# Trains like the command, but dies as by kill -9 when the second file of the checkpoint of step 4 is opened for writing.
+# Trains like the command, but dies as by kill -9 with the checkpoint of step 4 half written.
 DIE_WHILE_SAVING = """
 import os, signal, sys
 from pathlib import Path
