@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,23 +27,23 @@ _CALM = {"res_proj.weight": 0.2, "o_proj.weight": 0.3}
 
 @cache
 def weights(calm: bool = False) -> dict[str, Tensor]:
-    """Spec 7.1's random weights. They amplify rounding about a thousandfold (AttnRes picks sharply); `calm` ones, with
-    smaller `_res_proj` and `o_proj`, have every formula too and leave fp32 errors near 1e-6, so a bound can be tight."""
+    """Spec 7.1's random weights. They amplify rounding about a thousandfold (AttnRes picks sharply). `calm` ones, with
+    smaller `_res_proj` and `o_proj`, have every formula too and leave fp32 errors near 1e-6: a bound can be tight."""
     found = tiny_weights(CONFIG)
     if not calm:
         return found
-    factors = {n: next((f for end, f in _CALM.items() if n.endswith(end)), None) for n in found}
-    return {n: t if factors[n] is None else (t * factors[n]).to(t.dtype) for n, t in found.items()}
+    return {n: next(((t * f).to(t.dtype) for end, f in _CALM.items() if n.endswith(end)), t) for n, t in found.items()}
 
 
 def tiny_trainer(*, calm: bool = False, dtype: torch.dtype = torch.float32, adapter: AdapterConfig = ADAPTER,
                  algorithm: Mapping[str, Any] | None = None, section: Mapping[str, Any] | None = None,
-                 total_steps: int = 100, seed: int = 0, base_dtype: str = "bf16", **rest: Any) -> MegatronTrainer:  # fmt: skip
+                 total_steps: int = 100, seed: int = 0, base_dtype: str = "bf16",
+                 routing_replay: bool = False) -> MegatronTrainer:  # fmt: skip
     """A trainer over its own resident base."""
     return MegatronTrainer(
         tiny_base(CONFIG, weights(calm), dtype, base_dtype), CONFIG, adapter=adapter,
         section=TrainerSection(**{"lr": 1e-3, **(section or {})}), algorithm=AlgorithmSection(**(algorithm or {})),
-        total_steps=total_steps, seed=seed, **rest,
+        total_steps=total_steps, seed=seed, routing_replay=routing_replay,
     )  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def gradients(trainer: MegatronTrainer, mini: MiniBatch, temperature: float = 1.
     """Gradient of one mini-batch by exported name, as a step would take it, without taking it."""
     trainer.mini_batch_gradients(mini, temperature)
     model = trainer.model
-    like = {name: p.main_grad for name, p in model.named_parameters() if p.requires_grad}
+    like = {name: vars(p)["main_grad"] for name, p in model.named_parameters() if p.requires_grad}
     return {name: g.clone() for name, g in lora.exported_tensors(model, like).items()}
 
 
@@ -76,7 +77,7 @@ def naive_loss(adapter: Mapping[str, Tensor], mini: MiniBatch, algorithm: Algori
     total = torch.zeros((), dtype=torch.float64)
     for micro in mini.micro_batches:
         ends = micro.cu_seqlens.tolist()
-        rows = [micro.tokens[None, a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        rows = [micro.tokens[None, a:b] for a, b in pairwise(ends)]
         logits = torch.cat([policy(row)[0] for row in rows])
         logprobs = token_logprobs(logits, micro.targets, temperature)
         with torch.no_grad():

@@ -1,0 +1,55 @@
+"""All that the trainer takes from megatron-core, in one place: the CPU shim goes in first, import noise stays out."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from miles_k3.trainer import cpu_shim
+
+cpu_shim.install()
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # megatron tells at import what is not installed: TransformerEngine, Apex, absl
+    import megatron.core.models.mimo.model.base  # noqa: F401  (get_megatron_optimizer imports it, with a warning)
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        get_cuda_rng_tracker,
+        model_parallel_cuda_manual_seed,
+    )
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+cpu_shim.patch_megatron_rng()
+
+__all__ = [
+    "ColumnParallelLinear",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "MegatronModule",
+    "MegatronOptimizer",
+    "ModelType",
+    "OptimizerConfig",
+    "RowParallelLinear",
+    "TransformerConfig",
+    "VocabParallelEmbedding",
+    "finalize_model_grads",
+    "get_cuda_rng_tracker",
+    "get_forward_backward_func",
+    "get_megatron_optimizer",
+    "model_parallel_cuda_manual_seed",
+    "parallel_state",
+    "set_tensor_model_parallel_attributes",
+]
