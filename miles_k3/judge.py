@@ -93,7 +93,9 @@ def _translate(error: ValidationError) -> list[Problem]:
     problems = []
     for detail in error.errors(include_url=False):
         if detail["type"] == "value_error":
-            problems += [Problem("", line) for line in str(detail["ctx"]["error"]).splitlines()]
+            problems += [
+                Problem("", line) for line in str(detail.get("ctx", {}).get("error", detail["msg"])).splitlines()
+            ]
         else:
             key, last = ".".join(map(str, detail["loc"])), str(detail["loc"][-1])
             text = _sentence(key, detail["type"], detail["input"], detail.get("ctx", {}))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles_k3.errors import CheckpointError
 from miles_k3.metrics import EVAL_ACCURACY, MISMATCH, PHASES, REWARD, read_metrics
@@ -19,7 +19,7 @@ Rows = Sequence[Mapping[str, float]]
 # Okabe and Ito's colours: told apart by everybody, also in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 INK, FAINT = "#333333", "#DDDDDD"
-STYLE = {
+STYLE: dict[Any, Any] = {
     "figure.facecolor": "white",
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.lines import Line2D
 
 from miles_k3 import plot
 from miles_k3.errors import CheckpointError
 
 
-def write_run(folder: Path, steps: int = 40, **changes: float) -> Path:
+def write_run(folder: Path, steps: int = 40, changes: dict[str, float] | None = None) -> Path:
     folder.mkdir(parents=True)
     rows: list[dict] = [{"step": 0, "eval/accuracy": 0.33, "time/eval_s": 4.0, "time/other_s": 0.5, "time/step_s": 4.5}]
     for step in range(1, steps + 1):
@@ -29,7 +30,7 @@ def write_run(folder: Path, steps: int = 40, **changes: float) -> Path:
                 "time/train_s": 1.5,
                 "time/step_s": 2.0,
                 **({"eval/accuracy": 0.9} if step == steps else {}),
-                **changes,
+                **(changes or {}),
             }
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -43,6 +44,10 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (saved.append(self), save(self, *args, **kw))[1])
     return saved
+
+
+def points(line: Line2D) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in line.get_xydata()]  # type: ignore[union-attr]
 
 
 def test_a_run_gets_three_titled_and_labelled_pictures(tmp_path: Path, figures: list[Figure]) -> None:
@@ -68,13 +73,13 @@ def test_the_reward_picture_shows_training_and_held_out(tmp_path: Path, figures:
     axes = figures[0].axes[0]
     lines = {line.get_label(): line for line in axes.lines}
     held_out = lines["held-out prompts"]
-    assert list(held_out.get_xdata()) == [0, 40]
-    assert list(held_out.get_ydata()) == [0.33, 0.9]
+    assert [*points(held_out)] == [(0, 0.33), (40, 0.9)]
     assert [text.get_text() for text in axes.texts] == ["0.33", "0.90"]
-    raw = next(line for line in axes.lines if len(line.get_xdata()) == 40 and line.get_alpha() == 0.3)
-    assert raw.get_ydata()[-1] == pytest.approx(0.9)
-    smooth = lines["training, sampled answers (mean of 5 steps)"].get_ydata()
-    assert smooth[-1] == pytest.approx(sum(0.3 + 0.6 * step / 40 for step in range(36, 41)) / 5)
+    raw = next(line for line in axes.lines if line.get_alpha() == 0.3)
+    assert len(points(raw)) == 40
+    assert points(raw)[-1] == (40, pytest.approx(0.9))
+    smooth = points(lines["training, sampled answers (mean of 5 steps)"])
+    assert smooth[-1][1] == pytest.approx(sum(0.3 + 0.6 * step / 40 for step in range(36, 41)) / 5)
     assert axes.get_ylim() == (-0.02, 1.05)
 
 
@@ -88,7 +93,7 @@ def test_the_time_picture_stacks_the_phases(tmp_path: Path, figures: list[Figure
 
 
 def test_rewards_beyond_one_get_room(tmp_path: Path, figures: list[Figure]) -> None:
-    plot.plot_run(write_run(tmp_path / "tiny", **{"rollout/reward": -3.0}))
+    plot.plot_run(write_run(tmp_path / "tiny", changes={"rollout/reward": -3.0}))
     assert figures[0].axes[0].get_ylim()[0] < -3.0
 
 
@@ -114,7 +119,7 @@ def test_runs_are_compared_in_one_picture(tmp_path: Path, figures: list[Figure])
     runs = [write_run(tmp_path / "a" / "tiny"), write_run(tmp_path / "b" / "tiny", steps=8), write_run(tmp_path / "c")]
     out = plot.plot_runs(runs, tmp_path / "new" / "all.png")
     assert imread(out).std() > 0.05
-    labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    labels = figures[0].axes[0].get_legend_handles_labels()[1]
     assert labels == ["a/tiny (mean of 5 steps)", "b/tiny", "c (mean of 5 steps)", "held-out accuracy"]
 
 

@@ -97,14 +97,14 @@ def test_checkpoints_are_found_by_their_content(tmp_path: Path) -> None:
     with RunFolder.create(make_recipe(tmp_path)) as run:
         for step in (5, 10, 15):
             run.write_checkpoint(step, fill(str(step)))
-        newest = run.latest_checkpoint()
-        assert newest == (15, run.checkpoints / "step-000015")
-        assert (newest[1] / "a.txt").read_text() == "15"
+        newest = run.checkpoints / "step-000015"
+        assert run.latest_checkpoint() == (15, newest)
+        assert (newest / "a.txt").read_text() == "15"
         run.prune(2)
         assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-000010", "step-000015"]
-        before = (newest[1] / "COMPLETE").read_bytes()
+        before = (newest / "COMPLETE").read_bytes()
         run.write_checkpoint(15, fill("again"))
-        assert (newest[1] / "COMPLETE").read_bytes() == before, "a good checkpoint is kept"
+        assert (newest / "COMPLETE").read_bytes() == before, "a good checkpoint is kept"
 
 
 def flip_a_bit(path: Path) -> None:
