@@ -11,6 +11,7 @@ from miles_k3.types import Group, Prompt
 
 def test_splitting_and_packing_by_hand():
     assert split_groups([10, 1, 9, 2], 2) == [[0, 1], [2, 3]]
+    assert split_groups([9, 1, 1, 1], 2) == [[0, 3], [1, 2]], "as many groups in each, however long they are"
     assert split_groups([5, 5], 3) == [[0], [1]]
     assert split_groups([], 2) == []
     assert pack_lengths([3, 7, 5, 5], 10) == [[0, 1], [2, 3]]
