@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
 import json
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +71,43 @@ def random_tensors(config: K3Config, seed: int = 0) -> dict[str, Tensor]:
     """Every tensor of the checkpoint by name, vision included."""
     generator = torch.Generator().manual_seed(seed)
     return {p.name: random_tensor(p, config, generator) for p in iter_params(config)}
+
+
+class OneAtATime:
+    """A source of tensors that fails when it is asked for one while the memory of an earlier one still lives."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors, self._last, self.given = tensors, None, 0
+
+    def get(self, p: Param) -> Tensor:
+        assert self._last is None or self._last() is None, f"an earlier tensor lives while {p.name} is asked for"
+        tensor = self._tensors[p.name]
+        memory = tensor.contiguous().view(torch.uint8).numpy().copy()
+        self._last = weakref.ref(memory)  # every view of the tensor keeps this array alive
+        self.given += 1
+        return torch.from_numpy(memory).view(tensor.dtype)
+
+
+@contextmanager
+def peak_of_anonymous_memory() -> Iterator[list[int]]:
+    """Sampled growth of this process's own memory in bytes; pages of mapped files are the kernel's and don't count."""
+
+    def anonymous() -> int:
+        text = Path("/proc/self/status").read_text()
+        return 1024 * int(text.split("RssAnon:")[1].split()[0])
+
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but kept would hide what is taken next
+    start, peak, stop = anonymous(), [0], threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(0.001):
+            peak[0] = max(peak[0], anonymous() - start)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
