@@ -48,10 +48,10 @@ def test_expanded_matches_plain_scores(form):
 
 
 def test_expanded_gradients_match_the_naive_form():
-    leaves = [x.requires_grad_() for x in qkv(sum(LENGTHS))]
+    q, k, v = (x.requires_grad_() for x in qkv(sum(LENGTHS)))
     packed, probe = Packed.from_lengths(LENGTHS), draw(sum(LENGTHS), N, V, seed=3)
     grads = [
-        torch.autograd.grad((form(*leaves, packed) * probe).sum(), leaves)
+        torch.autograd.grad((form(q, k, v, packed) * probe).sum(), (q, k, v))
         for form in (mla_expanded, mla_expanded_naive)
     ]
     for fast, naive in zip(*grads, strict=True):

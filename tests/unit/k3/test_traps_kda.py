@@ -285,13 +285,20 @@ def one_sequence(packed: Packed) -> Packed:
     return Packed.from_lengths([packed.num_tokens])
 
 
+class LeakyMla(OpsK3):
+    def attention(self, q: Tensor, latent: Tensor, extra: Tensor, w_k: Tensor, w_v: Tensor, packed: Packed) -> Tensor:
+        return super().attention(q, latent, extra, w_k, w_v, one_sequence(packed))
+
+
+def leaky_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+    return kda_ops.kda_chunk(q, k, v, g, beta, one_sequence(packed))
+
+
 @mutants(
     {
-        "KDA without cu_seqlens": on_ops(op_kda=lambda *a: kda_ops.kda_chunk(*a[:5], one_sequence(a[5]))),
+        "KDA without cu_seqlens": on_ops(op_kda=leaky_kda),
         "conv without cu_seqlens": on_ops(op_conv=lambda x, w, p: short_conv(x, w, one_sequence(p))),
-        "MLA without cu_seqlens": lambda: type(
-            "Leaky", (OpsK3,), {"attention": lambda self, *a: OpsK3.attention(self, *a[:5], one_sequence(a[5]))}
-        ),
+        "MLA without cu_seqlens": lambda: LeakyMla,
         "state carried to the next": on_ops(
             op_kda=mutate(
                 kda_ops.kda_recurrent,
