@@ -17,7 +17,6 @@ from miles_k3.errors import LaunchError
 from miles_k3.rollout.tasks.rewards import RewardPool
 from miles_k3.types import Grade
 
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc, or needs RLIMIT_AS")
 
 
