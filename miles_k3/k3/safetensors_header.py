@@ -42,7 +42,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     except OSError as e:
         raise CheckpointError(f"{path}: can't be read ({e.strerror}); check the path and its permissions") from None
     try:
-        raw = json.loads(text, object_pairs_hook=_without_duplicates)
+        raw = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: torn safetensors header ({e}); {_AGAIN}") from None
     if not isinstance(raw, dict):
@@ -69,15 +69,6 @@ def _bad_length(path: Path, size: int, length: int) -> str:
     return f"{path}: its header has {length} bytes, the file only {size}; the file is truncated, {_AGAIN}"
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(n for n in names if names.count(n) > 1)
-        raise ValueError(f"it names {twice} twice")
-    return found
-
-
 def _entry_problem(entry: Any, name: str) -> str | None:
     """Judge one tensor's entry: its form, and whether its bytes are as many as its shape needs."""
     torn = f"tensor {name} has a torn entry in the header"
@@ -95,7 +86,10 @@ def _entry_problem(entry: Any, name: str) -> str | None:
 
 
 def _layout_problems(raw: dict[str, Any], available: int) -> list[str]:
-    """The tensors must follow each other without holes or overlaps and end where the file ends."""
+    """The tensors must follow each other without holes or overlaps and end where the file ends.
+
+    A name that the header has twice shows as a hole: JSON keeps the last of the two.
+    """
     ranges = sorted((*t["data_offsets"], name) for name, t in raw.items())
     out, reached = [], 0
     for begin, end, name in ranges:

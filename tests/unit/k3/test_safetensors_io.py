@@ -230,7 +230,7 @@ class TestDamagedShards:
         text = raw[8 : 8 + length].replace(names[1].encode(), names[0].encode())
         path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
         (line,) = refusal(folder)
-        assert f"names {names[0]} twice" in line
+        assert f"tensor {names[0]} begins at byte" in line
 
     def test_overlaps_and_holes(self, folder):
         path = shards(folder)[0]
