@@ -48,8 +48,8 @@ class TestPublished:
     def test_the_callers_object_stays_the_callers(self):
         raw = published_json()
         config = K3Config.from_json(raw)
-        raw["text_config"]["hidden_size"] = 1
-        config.to_json()["text_config"]["vocab_size"] = 1
+        raw["text_config"]["head_dim"] = 1
+        config.to_json()["text_config"]["linear_attn_config"]["use_full_rank_gate"] = 1
         assert config.to_json() == published_json()
 
     def test_numbers(self):
