@@ -137,6 +137,17 @@ def test_a_held_version_is_not_overwritten(store, new_update):
     assert store.users(1) == 1
 
 
+def test_the_current_version_is_never_overwritten_though_nobody_uses_it(store, new_update):
+    for version in (0, 1):
+        store.load(new_update(version))
+    store.acquire(0)
+    before = snapshot(store.slots[store.slot_index_of(1)])
+    assert not store.idle_slot_free()
+    with pytest.raises(AdapterError, match="v2 has to wait"):
+        store.load(new_update(2))
+    assert_same(store.slots[store.slot_index_of(1)], before)
+
+
 def test_users_of_the_base_hold_no_slot(store, new_update):
     for version in range(3):
         store.acquire(BASE_VERSION)
