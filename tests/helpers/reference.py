@@ -100,9 +100,9 @@ class Reference:
         packed, scale = self.weights[name + "packed"], self.weights[name + "scale"]
         table = torch.tensor([*CODES, *(-c for c in CODES)], dtype=torch.float64)
         out = torch.zeros(packed.shape[0], 2 * packed.shape[1], dtype=torch.float64)
-        for column in range(out.shape[1]):
-            nibble = (packed[:, column // 2] // (16 if column % 2 else 1)) % 16
-            out[:, column] = table[nibble.long()] * 2.0 ** (scale[:, column // 32].double() - 127)
+        out[:, 0::2], out[:, 1::2] = table[(packed % 16).long()], table[(packed // 16).long()]
+        for group in range(scale.shape[1]):
+            out[:, 32 * group : 32 * (group + 1)] *= 2.0 ** (scale[:, group, None].double() - 127)
         return out
 
     def choice(self, x: Tensor, layer: int) -> list[list[tuple[int, float]]]:
