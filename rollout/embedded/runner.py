@@ -23,6 +23,14 @@ from miles_k3.rollout.embedded.scheduler import Scheduler, Step
 from miles_k3.types import FinishReason
 
 LOGIT_ELEMENTS = 1 << 25  # logits held at once while scoring
+COUNTERS = (
+    "prompt_tokens",  # computed
+    "shared_prompt_tokens",  # taken over from a twin's prompt
+    "generated_tokens",
+    "prefill_steps",
+    "decode_steps",
+    *(f"finished_{reason}" for reason in FinishReason),
+)
 
 
 class Runner:
@@ -33,7 +41,7 @@ class Runner:
     ) -> None:
         self.model, self.store, self.scheduler = model, store, scheduler
         self.slots, self.pages, self.device = slots, pages, slots.device
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.seconds: dict[str, float] = {"prefill_s": 0.0, "decode_s": 0.0}
         self._sampling: tuple[tuple[Request, ...], SamplingBatch] | None = None
 

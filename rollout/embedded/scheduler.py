@@ -80,8 +80,7 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Give a request its slot and pages if they are free."""
-        key = (request.version, request.prompt)
-        leader = self._leaders.get(key) if self.share_prompts else None
+        leader = self._leader_for(request)
         # Only full pages are shared: nobody writes into them any more once the prompt is computed.
         shared = self.pages.pages_of(leader.slot)[: len(request.prompt) // self.pages.page_size] if leader else []
         needed = self.pages.pages_for(request.total_tokens) - len(shared)
@@ -96,8 +95,15 @@ class Scheduler:
         else:
             request.stage = Stage.PREFILL
             self.prefilling.append(request)
-            self._leaders[key] = request
+            self._leaders[request.version, request.prompt] = request
         return True
+
+    def _leader_for(self, request: Request) -> Request | None:
+        """A request whose prompt this one can take over, with its chosen experts if those are wanted."""
+        leader = self._leaders.get((request.version, request.prompt)) if self.share_prompts else None
+        if leader and request.params.return_routed_experts and sum(map(len, leader.routed)) < leader.num_cached:
+            return None
+        return leader
 
     def _chunks(self) -> list[tuple[Request, int]]:
         budget, chunks = self.prefill_chunk_tokens, []

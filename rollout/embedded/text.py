@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _UNFINISHED = "\ufffd"  # what a tokenizer prints for the first bytes of a character
+_MAX_PIECES = 4  # tokens that one character can be spread over; more of them are broken text, not an unfinished one
 
 
 class Detokenizer(Protocol):
@@ -35,7 +36,8 @@ class StopText:
         """Take in the tokens after those of the last call; where the earliest stop string begins in `text`."""
         before = decode(self._tokenizer, token_ids[self._start : self._read])
         after = decode(self._tokenizer, token_ids[self._start :])
-        if len(after) <= len(before) or after.endswith(_UNFINISHED):
+        unfinished = after.endswith(_UNFINISHED) and len(token_ids) - self._read < _MAX_PIECES
+        if len(after) <= len(before) or unfinished:
             return None
         searched = max(0, len(self.text) - self._longest + 1)
         self.text += after[len(before) :]

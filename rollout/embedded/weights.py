@@ -18,7 +18,7 @@ from miles_k3.k3.weights import ExpertBank, ResidentBase
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KdaWeights:
-    """One KDA layer. Derived (fp32, small): `conv_D1W` of q, k, v stacked; `rate_NK` = e^A_log; `rate_dt_NK` = rate * dt."""
+    """One KDA layer. Derived (fp32, small): `conv_D1W` of q, k and v; `rate_NK` = e^A_log; `rate_dt_NK` = rate * dt."""
 
     qkv_t: tuple[Tensor, Tensor, Tensor]
     gate_t: Tensor
