@@ -36,7 +36,7 @@ STATE_FILE = "loop.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. `before` and `after` are evaluations of the first and the last adapter, None where there was none.
+    """How a run ended. `before` and `after` evaluate the first and the last adapter, None where nothing was evaluated.
 
     `steps` counts the adapter's steps; `interrupted` says that a signal ended the run early, with a checkpoint.
     """
@@ -116,6 +116,7 @@ class Ring:
         seconds = timer.lap()
         metrics.write(step, {
             **_prefixed("rollout", batch.metrics),
+            **_prefixed("data/skipped", self.parts.task.skipped),
             **_prefixed("train", {**stats.metrics, "loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr}),
             **synced, **_eval_metrics(evaluated), **seconds,
             "time/tokens_per_s": _num_tokens(groups) / max(seconds["time/step_s"], 1e-9),
