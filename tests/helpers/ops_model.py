@@ -1,19 +1,22 @@
 """K3's forward on the functions of `miles_k3.k3.ops`, packed: what a trainer or an engine computes, without either.
 
-`OpsK3` uses the fast forms, `StepK3` the plain twins, token-by-token KDA and absorbed MLA. Both keep NaiveK3's layer
-structure and interface, so every check runs on all three. Each op is an attribute: a mutant replaces it.
+`OpsK3` uses the trainer's forms, `StepK3` the plain twins, `DecodeK3` an engine's, one token at a time. All keep
+NaiveK3's layer structure and interface, so every check runs on all four. Each op is an attribute: a mutant replaces it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from miles_k3.k3.naive import NaiveK3
-from miles_k3.k3.ops import attn_res, kda, latent_moe, lora, mla, mxfp4, norm, short_conv, situ
+from miles_k3.k3.ops import attn_res, decode, kda, latent_moe, lora, mla, mxfp4, norm, short_conv, situ
 from miles_k3.k3.ops.packed import Packed
+from miles_k3.k3.ops.padded_experts import PaddedDispatch, padded_experts
+from miles_k3.k3.ops.residual_bank import ResidualBank
 from miles_k3.k3.params import attn_prefix, expert_prefix, mlp_prefix, moe_prefix
 
 
@@ -147,4 +150,63 @@ class StepK3(OpsK3):
         return packed.unpad(mla.mla_absorbed(packed.pad(q), cache, visible, w_k, w_v))
 
 
-MODELS = (NaiveK3, OpsK3, StepK3)
+def _each_token(step: Callable[..., Tensor], packed: Packed, *inputs: Tensor) -> Tensor:
+    """Feed the tokens of each sequence one by one to step(sequence, *rows [1, ...])."""
+    rows = zip(packed.rows_T.tolist(), *(x.split(1) for x in inputs), strict=True)
+    return torch.cat([step(*row) for row in rows])
+
+
+def _decode_kda(*args: Any) -> tuple[Tensor, Tensor]:
+    *inputs, packed = args
+    state = kda.zero_state(packed.num_seqs, inputs[0], inputs[2])
+
+    def step(b: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        return decode.kda_step_(q, k, v, g, beta, state[b : b + 1])
+
+    return _each_token(step, packed, *inputs), state
+
+
+def _decode_conv(x: Tensor, weight: Tensor, packed: Packed) -> Tensor:
+    window = x.new_zeros(packed.num_seqs, weight.shape[-1] - 1, x.shape[1])
+    return _each_token(lambda b, row: decode.short_conv_step_(row, weight, window[b : b + 1]), packed, x)
+
+
+def _decode_attn_res(prefix: Tensor, bank: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor) -> Tensor:
+    query, (first, *others) = norm_weight * proj_weight.reshape(-1), (*bank, prefix)
+    residual = ResidualBank(first, 1 + len(others))
+    for row in others:
+        residual.mix(query)
+        residual.bank(torch.zeros_like(row))
+        residual.add(row)
+    return residual.mix(query)
+
+
+def _decode_experts(z: Tensor, weights: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, **options: Any) -> Tensor:
+    dispatch = PaddedDispatch.of(experts, w13.shape[0])
+    if dispatch is None:
+        return latent_moe.latent_experts(z, weights, experts, w13, w2, **options)
+    return padded_experts(z, weights, dispatch, w13, w2, **options)
+
+
+class DecodeK3(OpsK3):
+    """The in-place forms that an engine runs at every step. Not differentiable."""
+
+    op_norm = staticmethod(decode.rms_norm)
+    op_kda = staticmethod(_decode_kda)
+    op_conv = staticmethod(_decode_conv)
+    op_attn_res = staticmethod(_decode_attn_res)
+    op_situ = staticmethod(lambda gate, up, b, lb: decode.situ_(torch.cat([gate, up], dim=-1), b, lb))
+    op_experts = staticmethod(_decode_experts)
+
+    def attention(self, q: Tensor, latent: Tensor, extra: Tensor, w_k: Tensor, w_v: Tensor, packed: Packed) -> Tensor:
+        cache = packed.pad(torch.cat([latent, extra], dim=-1), value=1e3)  # what isn't visible must only be finite
+        future = torch.full((packed.max_len, packed.max_len), -torch.inf).triu(1)
+
+        def step(b: int, row: Tensor, column: Tensor) -> Tensor:
+            return decode.mla_step(row, cache[b : b + 1], future[column][None], w_k, w_v)
+
+        return _each_token(step, packed, q, packed.cols_T)
+
+
+DIFFERENTIABLE = (NaiveK3, OpsK3, StepK3)
+MODELS = (*DIFFERENTIABLE, DecodeK3)
