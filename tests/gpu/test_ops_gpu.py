@@ -44,7 +44,8 @@ def test_kda_chunk_equals_the_recurrence() -> None:
     for form in (kda_chunk, kda_recurrent):
         leaves = [x.clone().requires_grad_() for x in [*kda_inputs(4, 32), randn(len(LENGTHS), 4, 32, 32)]]
         torch.manual_seed(0)
-        out, state = form(*leaves[:5], packed, leaves[5])
+        q, k, v, g, beta, start = leaves
+        out, state = form(q, k, v, g, beta, packed, start)
         torch.manual_seed(1)
         loss = (out * randn(*out.shape)).sum() + (state * randn(*state.shape)).sum()
         results.append([out, state, *torch.autograd.grad(loss, leaves)])
@@ -59,7 +60,8 @@ def test_kda_chunk_equals_flas_kernel() -> None:
     packed = Packed.from_lengths(LENGTHS, "cuda")
     inputs = kda_inputs(4, 64)
     ours = [x.clone().requires_grad_() for x in inputs]
-    out, state = kda_chunk(*ours, packed)
+    q, k, v, g, beta = ours
+    out, state = kda_chunk(q, k, v, g, beta, packed)
     theirs = [x.clone().requires_grad_() for x in inputs]
     fla_out, fla_state = chunk_kda(
         *(x.unsqueeze(0) for x in theirs), output_final_state=True, use_qk_l2norm_in_kernel=True,
