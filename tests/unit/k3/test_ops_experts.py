@@ -89,6 +89,16 @@ def test_values_and_all_gradients_match_the_loop(routes, adapters):
         assert_near(got, torch.zeros_like(got) if want is None else want)
 
 
+def test_no_token_at_all():
+    """An expert-parallel rank may get none."""
+    x = base(0, 2)
+    z = x["z"].requires_grad_()
+    out = situated(z, x["weights"], torch.zeros(0, 2, dtype=torch.int64), torch.cat([x["w1"], x["w3"]], 1), x["w2"],
+                   lora=[term(10)])  # fmt: skip
+    assert out.shape == (0, Z)
+    assert torch.autograd.grad(out.sum(), z)[0].shape == (0, Z)
+
+
 def test_zero_b_factors_give_exactly_the_base():
     """A fresh adapter changes no bit."""
     x, routes = base(7, 2), ROUTES["mixed"]
