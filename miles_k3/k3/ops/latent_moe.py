@@ -54,7 +54,7 @@ class Dispatch:
         return cls(order, place, ends.to(torch.int32), experts_TK.shape[1])
 
     def sort(self, x_TD: Tensor) -> Tensor:
-        """Copy each token to its K places: [T, D] -> [M, D]; a permutation of an expand, so the gradient is a plain sum."""
+        """Copy each token to its K places: [T, D] -> [M, D]; a permuted expand, so the gradient is a plain sum."""
         return x_TD.unsqueeze(1).expand(-1, self.top_k, -1).reshape(-1, x_TD.shape[-1])[self.order_M]
 
     def unsort(self, y_MD: Tensor) -> Tensor:
@@ -101,8 +101,17 @@ def grouped_linear_naive(x_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Te
     return torch.cat([x_MI[a:b] @ w.t() for a, b, w in zip(starts, starts[1:], weight_EOI, strict=False)])
 
 
-def latent_experts(z_TZ: Tensor, weights_TK: Tensor, experts_TK: Tensor, w13_E2IZ: Tensor, w2_EZI: Tensor, *,
-                   situ_beta: float, situ_linear_beta: float, lora: Sequence[ExpertLoraTerm] = ()) -> Tensor:  # fmt: skip
+def latent_experts(
+    z_TZ: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    w13_E2IZ: Tensor,
+    w2_EZI: Tensor,
+    *,
+    situ_beta: float,
+    situ_linear_beta: float,
+    lora: Sequence[ExpertLoraTerm] = (),
+) -> Tensor:
     """Weighted sum of the chosen experts, [T, Z]: router weight after the down projection, summed in fp32.
 
     w13 holds w1 (gate) rows then w3 (up) rows. LoRA terms enter before SiTU (w1, w3) and before the sum (w2).

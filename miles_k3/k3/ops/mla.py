@@ -5,6 +5,8 @@ Shapes: T tokens, B sequences, L queries, S cached tokens, N heads, Q = nope + e
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,7 +37,7 @@ def mla_chunk(q_TNQ: Tensor, k_BSNQ: Tensor, v_BSNV: Tensor, visible_B1LS: Tenso
 def mla_expanded_naive(q_TNQ: Tensor, k_TNQ: Tensor, v_TNV: Tensor, packed: Packed) -> Tensor:
     """The plain twin: explicit scores in fp32, one sequence at a time."""
     cu, out = packed.cu_seqlens.tolist(), []
-    for a, b in zip(cu, cu[1:], strict=False):
+    for a, b in pairwise(cu):
         q, k, v = (x[a:b].float().transpose(0, 1) for x in (q_TNQ, k_TNQ, v_TNV))
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         future = torch.ones(b - a, b - a, dtype=torch.bool, device=q.device).triu(1)

@@ -6,6 +6,7 @@ Shapes: T tokens of the stream, B sequences, L the longest of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Packed:
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> Packed:
         """From cu_seqlens [B+1] of any integer type; reads it on the host once."""
         cu = cu_seqlens.tolist()
-        return cls.from_lengths([b - a for a, b in zip(cu, cu[1:], strict=False)], cu_seqlens.device)
+        return cls.from_lengths([b - a for a, b in pairwise(cu)], cu_seqlens.device)
 
     @property
     def num_tokens(self) -> int:
