@@ -14,7 +14,10 @@ import torch
 from miles_k3.errors import ConfigError, SyncError
 from miles_k3.k3.config import K3Config
 
-LIMITS = {"float32": 1e-3, "bfloat16": 5e-2}  # mean |dlogprob| when sync.canary_max_diff is null
+# Mean |dlogprob| when sync.canary_max_diff is null. On random tokens bf16 alone puts one implementation 0.04 from fp32
+# (tests/golden/README.md) and two of them 0.052 from each other (tiny K3 on an H200): the limit is three times that.
+# It is there for gross faults; an adapter that did not arrive is caught by MOVED and FOLLOWED, well below it.
+LIMITS = {"float32": 1e-3, "bfloat16": 0.15}
 MOVED = 0.01  # a trainer that moved by less than this share of the limit has no movement to follow
 FOLLOWED = 0.1  # an engine that moved by less than this share of the trainer's movement did not follow
 

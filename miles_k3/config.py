@@ -198,7 +198,7 @@ class SyncSection(Section):
     canary_max_diff: float | None = Field(
         default=None,
         gt=0.0,
-        description="Largest mean |dlogprob| allowed; null takes 1e-3 in float32 and 5e-2 in bfloat16.",
+        description="Largest mean |dlogprob| allowed; null takes 1e-3 in float32 and 0.15 in bfloat16.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Mapping
 
@@ -25,11 +26,12 @@ def initialize(parallel: ParallelSection, *, device: torch.device, seed: int) ->
     """
     if problems := layout_problems(parallel, os.environ):
         raise LaunchError("; ".join(problems))
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        atexit.register(_leave)
     with cpu_shim.on_cpu():
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
@@ -40,6 +42,12 @@ def initialize(parallel: ParallelSection, *, device: torch.device, seed: int) ->
                 create_gloo_process_groups=False,
             )
         model_parallel_cuda_manual_seed(seed)
+
+
+def _leave() -> None:
+    """NCCL warns of leaked resources when a process ends without this."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def layout_problems(parallel: ParallelSection, environ: Mapping[str, str]) -> list[str]:

@@ -32,6 +32,8 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_config import TransformerConfig
+# Megatron says so again when the first schedule runs; torch's own norm is what we mean to use.
+warnings.filterwarnings("ignore", message="Apex is not installed")
 cpu_shim.patch_megatron_rng()
 
 __all__ = [
