@@ -38,7 +38,7 @@ def test_lengths_that_score_nothing_or_do_not_fit(config, length):
 
 def test_limits():
     assert canary_limit("float32", None) == 1e-3
-    assert canary_limit("bfloat16", None) == 5e-2
+    assert canary_limit("bfloat16", None) == 0.15
     assert canary_limit("bfloat16", 0.2) == 0.2
 
 
@@ -56,6 +56,24 @@ def test_agreement_is_measured():
 def test_difference_above_the_limit():
     with pytest.raises(SyncError, match=r"adapter v4: trainer and engine differ by 0\.2 nats.*limit 0\.05"):
         check_canary(logprobs(), logprobs() + 0.2, max_diff=0.05, version=4)
+
+
+def test_a_router_tie_is_forgiven_and_a_fault_is_not():
+    far = logprobs() + 0.2
+    report = check_canary(logprobs(), far, max_diff=0.05, version=4, elsewhere=lambda: 0.001)
+    assert report.mean_diff == pytest.approx(0.2, rel=1e-3)
+    for elsewhere in (0.2, float("nan")):
+        with pytest.raises(SyncError, match="differ by"):
+            check_canary(logprobs(), far, max_diff=0.05, version=4, elsewhere=lambda value=elsewhere: value)
+    with pytest.raises(SyncError, match="still answers with the old adapter"):
+        check_canary(
+            far, logprobs(), max_diff=0.05, version=4, previous_engine=logprobs(), previous_trainer=logprobs(),
+            elsewhere=lambda: 0.001,
+        )  # fmt: skip
+
+
+def test_other_trajectories_are_left_alone_while_the_first_agrees():
+    check_canary(logprobs(), logprobs(), max_diff=0.05, version=4, elsewhere=lambda: pytest.fail("called"))
 
 
 def test_differences_do_not_cancel():
