@@ -1,5 +1,6 @@
 """The dry run: a good recipe passes, and each thing that can be wrong is found and named."""
 
+import contextlib
 import io
 import json
 import shutil
@@ -18,6 +19,8 @@ from miles_k3.k3.config import K3Config
 from miles_k3.k3.params import iter_params
 from miles_k3.k3.safetensors_io import TORCH_DTYPE, write_checkpoint
 from miles_k3.recipe import load_recipe
+from miles_k3.rollout.tasks import rewards
+from miles_k3.types import Grade
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
@@ -78,6 +81,22 @@ def recipe_for(model: Path, *overrides: str) -> Recipe:
     ).recipe  # fmt: skip
 
 
+class InstantGrades(contextlib.nullcontext):
+    """Stands for the grading processes where a test isn't about them."""
+
+    def __init__(self, right: float, empty: float) -> None:
+        super().__init__(self)
+        self.right, self.empty = right, empty
+
+    async def grade(self, _prompt: object, text: str) -> Grade:
+        return Grade(reward=self.right if text else self.empty)
+
+
+@pytest.fixture
+def instant_grades(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards, "RewardPool", lambda *_: InstantGrades(1.0, 0.0))
+
+
 def failures(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if not finding.ok]
 
@@ -129,6 +148,7 @@ def truncate(path: Path) -> None:
         (lambda m: (m / "chat_template.jinja").write_text("silence"), "template", "a question becomes 'silence'"),
     ],
 )
+@pytest.mark.usefixtures("instant_grades")
 def test_a_broken_model_folder_is_found(model: Path, harm: Callable[[Path], None], name: str, said: str) -> None:
     recipe = recipe_for(model)
     harm(model)
@@ -139,7 +159,6 @@ def test_a_broken_model_folder_is_found(model: Path, harm: Callable[[Path], None
 @pytest.mark.parametrize(
     ("override", "name", "said"),
     [
-        ("trainer.micro_batch_tokens=100", "sizes", "set trainer.micro_batch_tokens: 140"),
         ("rollout.sampling.max_new_tokens=500", "length", "up to 628 tokens, the model takes 512"),
         ("task.name=jsonl:/nope.jsonl", "task", "/nope.jsonl"),
         ("task.name=gsm8k", "task", "expected one of reasoning_gym:<dataset>, jsonl:<path>"),
@@ -150,6 +169,7 @@ def test_a_broken_model_folder_is_found(model: Path, harm: Callable[[Path], None
         ("rollout.max_running=100000000", "memory", "lower rollout.max_running"),
     ],
 )
+@pytest.mark.usefixtures("instant_grades")
 def test_a_recipe_that_does_not_fit_is_found(model: Path, override: str, name: str, said: str) -> None:
     found = failures(check_recipe(recipe_for(model, override)))
     assert {finding.name for finding in found} == {name}
@@ -170,6 +190,17 @@ def test_a_reward_that_can_not_be_earned_is_found(
     (model.parent / "data.jsonl").write_text(answer_lines + "\n")
     found = failures(check_recipe(recipe))
     assert any(finding.name == "reward" and said in finding.text for finding in found), found
+
+
+@pytest.mark.parametrize(
+    ("right", "empty", "ok"), [(1.0, 0.0, True), (1.0, 0.01, True), (0.5, 0.0, False), (1.0, 1.0, False)]
+)
+def test_the_right_answer_must_earn_it_all_and_an_empty_one_less(
+    model: Path, monkeypatch: pytest.MonkeyPatch, right: float, empty: float, ok: bool
+) -> None:
+    monkeypatch.setattr(rewards, "RewardPool", lambda *_: InstantGrades(right, empty))
+    verdict = next(finding for finding in check_recipe(recipe_for(model)) if finding.name == "reward")
+    assert verdict.ok is ok, verdict
 
 
 def test_findings_are_one_line_each_or_a_table(tmp_path: Path) -> None:
@@ -205,6 +236,7 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert estimate.available_bytes("cpu") == ("this machine", 12345)
 
 
+@pytest.mark.usefixtures("instant_grades")
 def test_no_network_is_asked(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 

@@ -112,6 +112,8 @@ def test_values_that_are_not_finite_leave_the_scale_alone(tmp_path: Path, figure
         )
     plot.plot_run(run)
     assert figures[0].axes[0].get_ylim() == (-0.02, 1.05)
+    drawn = [value for line in figures[0].axes[0].lines for _, value in points(line)]
+    assert all(map(math.isfinite, drawn)), "one NaN would tear a hole of five steps into the smooth curve"
     assert math.isfinite(figures[1].axes[0].get_ylim()[1])
 
 
