@@ -295,7 +295,7 @@ def test_the_full_table_is_fast():
     """Loader, planner and exporter walk 497,220 rows; about 1.5 s on one slow core."""
     start = time.process_time()
     assert sum(1 for _ in iter_params(published())) == 497_220
-    assert time.process_time() - start < 6
+    assert time.process_time() - start < 8
 
 
 def test_no_torch_needed():

@@ -436,6 +436,21 @@ class TestInterruptedWrites:
         monkeypatch.undo()
         assert self.left(tmp_path) == []
 
+    @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads Linux's /proc")
+    def test_every_file_is_on_the_disk_before_the_folder_appears(self, tmp_path, monkeypatch):
+        synced: list[str] = []
+        fsync = os.fsync
+
+        def recorded(descriptor: int) -> None:
+            synced.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(f"{tmp_path}/"))
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", recorded)
+        write_checkpoint(tmp_path / "k3", PARAMS, get, shard_bytes=200_000, extra_files={"config.json": "{}"})
+        files = {f"k3.partial/{path.name}" for path in (tmp_path / "k3").iterdir()}
+        assert set(synced[:-2]) == files
+        assert synced[-2:] == ["k3.partial", str(tmp_path)]  # its names, then its own name after the renaming
+
     def test_too_little_space_is_said_before_the_first_tensor(self, tmp_path, monkeypatch):
         asked = []
         usage = shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000)  # pyright: ignore[reportAttributeAccessIssue]
