@@ -27,7 +27,7 @@ class RunSection(Section):
 
     name: FolderName = Field(default="run", description="Folder name under `folder`.")
     folder: Text = Field(default="runs", description="Parent folder of all runs.")
-    seed: int = Field(default=0, ge=0, description="Seeds data order, sampling and adapter initialisation.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seeds data order, sampling and adapter initialisation.")
     steps: int = Field(default=100, ge=0, description="Optimizer steps; 0 evaluates only.")
     save_every: int = Field(default=10, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep_checkpoints: PositiveInt = Field(default=2, description="Newest checkpoints kept on disk.")
@@ -35,7 +35,7 @@ class RunSection(Section):
         default="off", description="Chosen before start; never ends a run."
     )
     wandb_project: Text = Field(default="miles-k3", description="Project name for wandb.")
-    threads: int = Field(default=0, ge=0, description="CPU threads for torch; 0 leaves torch's own choice.")
+    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads for torch; 0 leaves torch's own choice.")
 
 
 class ModelSection(Section):
@@ -194,11 +194,13 @@ class EvalSection(Section):
 class SyncSection(Section):
     """Checks at every adapter hand-over."""
 
-    canary_tokens: PositiveInt = Field(default=64, description="Length of the fixed trajectory both sides score.")
+    canary_tokens: PositiveInt = Field(
+        default=64, description="Answer tokens of the canary that both sides score at each sync."
+    )
     canary_max_diff: float | None = Field(
         default=None,
         gt=0.0,
-        description="Largest mean |dlogprob| allowed; null takes 1e-3 in float32 and 0.15 in bfloat16.",
+        description="Largest |dlogprob| allowed; null takes 1e-3 in float32 and 0.1 in bfloat16.",
     )
 
 
@@ -235,6 +237,12 @@ class Recipe(Section):
                 "updates, so choose numbers that divide"
             )
         longest = self.task.max_prompt_tokens + self.rollout.sampling.max_new_tokens
+        if longest > self.trainer.micro_batch_tokens:
+            problems.append(
+                f"a sequence may have {longest} tokens (task.max_prompt_tokens + rollout.sampling.max_new_tokens), a "
+                f"micro-batch holds {self.trainer.micro_batch_tokens}; set trainer.micro_batch_tokens: {longest} or "
+                "more, or lower one of the others"
+            )
         num_pages, page_size = self.rollout.num_pages, self.rollout.page_size
         if 0 < num_pages * page_size < longest:
             problems.append(

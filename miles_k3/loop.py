@@ -24,7 +24,7 @@ from miles_k3.plot import plot_run
 from miles_k3.protocols import Trainer
 from miles_k3.rollout.collect import AnswerGrader, EvalResult, collect, evaluate
 from miles_k3.run_folder import RunFolder
-from miles_k3.sync import AdapterSync
+from miles_k3.sync import AdapterSync, make_canary
 from miles_k3.types import Grade, Group, Prompt
 from miles_k3.wandb_sink import WandbSink
 
@@ -95,7 +95,8 @@ class Ring:
         assert parts.trainer is not None
         self.recipe, self.run, self.parts = recipe, run, parts
         self.trainer: Trainer = parts.trainer
-        self.sync = AdapterSync(recipe, parts.model.config, parts.trainer, parts.engine)
+        canary = make_canary(recipe, parts.task, parts.model.tokenizer, parts.model.config.eos_token_id)
+        self.sync = AdapterSync(recipe, canary, parts.trainer, parts.engine)
         self.timer = StepTimer()
 
     # --- one step -----------------------------------------------------------------------------------------------

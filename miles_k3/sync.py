@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from miles_k3.adapters.canary import canary_limit, canary_tokens, check_canary
+from miles_k3.adapters.canary import Answers, canary_limit, check_canary
 from miles_k3.adapters.transport import publish
 from miles_k3.config import Recipe
-from miles_k3.k3.config import K3Config
-from miles_k3.protocols import Engine, Trainer
+from miles_k3.errors import DataError
+from miles_k3.protocols import Engine, Task, Trainer
+from miles_k3.types import Prompt
 
-NUM_SPARE = 2  # trajectories that are scored only when the first one differs
+MIN_TRAJECTORIES = 5  # so that a router tie on one or two of them does not move the median
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """What both sides score: whole sequences, each from token `starts[i]` on."""
+
+    sequences: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+
+    def scored_by(self, side: Engine | Trainer) -> list[Tensor]:
+        """Log-probabilities of each sequence's scored tokens."""
+        scores = side.score(self.sequences)
+        return [logprobs[start - 1 :] for logprobs, start in zip(scores, self.starts, strict=True)]
 
 
 class AdapterSync:
-    """Publishes each version and scores one fixed trajectory on both sides; remembers the answers to the last one."""
+    """Publishes each version and has both sides score the canary; remembers the answers to the last one."""
 
-    def __init__(self, recipe: Recipe, config: K3Config, trainer: Trainer, engine: Engine) -> None:
-        self._trainer, self._engine = trainer, engine
-        self._tokens, *self._spare = (
-            canary_tokens(config, recipe.sync.canary_tokens, recipe.run.seed + i) for i in range(1 + NUM_SPARE)
-        )
+    def __init__(self, recipe: Recipe, canary: Canary, trainer: Trainer, engine: Engine) -> None:
+        self._trainer, self._engine, self._canary = trainer, engine, canary
         self._limit = canary_limit(recipe.model.dtype, recipe.sync.canary_max_diff)
-        self._previous: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._previous: Answers | None = None
 
     def __call__(self) -> Mapping[str, float]:
         """Hand the trainer's adapter over and check it; metrics under `sync/`.
@@ -32,26 +45,44 @@ class AdapterSync:
         Raises AdapterError when the engine refuses it and SyncError when the engine's answers do not follow.
         """
         sent = publish(self._trainer.export_adapter(), self._engine)
-        ours, theirs = self._score(self._tokens)
-        before = self._previous or (None, None)
-        report = check_canary(
-            ours, theirs, max_diff=self._limit, version=sent.version,
-            previous_trainer=before[0], previous_engine=before[1],
-            elsewhere=self._least_spare_diff,
-        )  # fmt: skip
-        self._previous = ours, theirs
+        answers = Answers(trainer=self._canary.scored_by(self._trainer), engine=self._canary.scored_by(self._engine))
+        report = check_canary(answers, max_diff=self._limit, version=sent.version, previous=self._previous)
+        self._previous = answers
         moved = {} if report.trainer_moved is None else {"sync/canary_moved": report.trainer_moved}
         return {
             "sync/version": sent.version,
             "sync/bytes": sent.payload_bytes,
             "sync/load_s": sent.load_s,
-            "sync/canary_diff": report.mean_diff,
+            "sync/canary_diff": report.median_diff,
             **moved,
         }
 
-    def _score(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._trainer.score([tokens])[0], self._engine.score([tokens])[0]
 
-    def _least_spare_diff(self) -> float:
-        pairs = [self._score(tokens) for tokens in self._spare]
-        return min((ours.double().cpu() - theirs.double().cpu()).abs().mean().item() for ours, theirs in pairs)
+def make_canary(recipe: Recipe, task: Task, tokenizer: Any, end_token: int) -> Canary:
+    """Right answers to held-out questions: about `sync.canary_tokens` answer tokens, at least five questions.
+
+    It is what the policy is about, and the same for every process of a run. A task without held-out questions lends
+    its first training questions instead; its cursor is put back.
+    """
+    wanted = recipe.sync.canary_tokens
+    num_prompts = max(MIN_TRAJECTORIES, wanted // 2)
+    sequences, starts, scored = [], [], 0
+    for prompt in _questions(task, num_prompts):
+        answer = (*tokenizer.encode(prompt.answer, add_special_tokens=False), end_token)
+        answer = answer[: recipe.rollout.sampling.max_new_tokens]
+        sequences.append((*prompt.token_ids, *answer))
+        starts.append(len(prompt.token_ids))
+        scored += len(answer)
+        if scored >= wanted and len(sequences) >= MIN_TRAJECTORIES:
+            break
+    return Canary(sequences=tuple(sequences), starts=tuple(starts))
+
+
+def _questions(task: Task, count: int) -> Sequence[Prompt]:
+    try:
+        return task.eval_prompts(count)
+    except DataError:
+        cursor = task.state_dict()
+        prompts = task.next(count)
+        task.load_state_dict(cursor)
+        return prompts

@@ -1,4 +1,4 @@
-"""AdapterSync: which trajectories both sides score, and when a difference stops the run."""
+"""AdapterSync and its canary: what both sides score, and when a difference stops the run."""
 
 from types import SimpleNamespace
 
@@ -6,53 +6,78 @@ import pytest
 import torch
 
 from miles_k3 import sync
+from miles_k3.assemble import load_tokenizer
 from miles_k3.errors import SyncError
-from miles_k3.k3.config import K3Config
 from miles_k3.recipe import load_recipe
+from miles_k3.rollout.tasks.registry import make_task
 
 SENT = SimpleNamespace(version=1, payload_bytes=8, load_s=0.0)
 
 
 class Side:
-    """Scores a trajectory by its tokens, and the trajectories numbered in `off` lower by `by`."""
+    """Scores each token by its id, and the sequences numbered in `off` lower by `by`."""
 
     def __init__(self, off=(), by=0.0):
-        self.off, self.by, self.seen = off, by, []
+        self.off, self.by = off, by
 
     def score(self, sequences):
-        (tokens,) = sequences
-        self.seen.append(tuple(tokens))
-        number = len(self.seen) - 1
-        return [-torch.tensor(tokens[1:], dtype=torch.float32) / 256 - (self.by if number in self.off else 0.0)]
+        return [
+            -torch.tensor(s[1:], dtype=torch.float32) / 256 - (self.by if i in self.off else 0.0)
+            for i, s in enumerate(sequences)
+        ]
 
     def export_adapter(self):
         return None
 
 
-@pytest.fixture
-def build(monkeypatch):
+@pytest.fixture(scope="module")
+def recipe():
+    return load_recipe("tiny-cpu").recipe
+
+
+@pytest.fixture(scope="module")
+def tokenizer(recipe):
+    return load_tokenizer(recipe.model.path)
+
+
+def canary_of(recipe, tokenizer, task_section=None):
+    task = make_task(task_section or recipe.task, tokenizer, seed=0)
+    before = task.state_dict()
+    canary = sync.make_canary(recipe, task, tokenizer, tokenizer.eos_token_id)
+    assert task.state_dict() == before
+    return canary
+
+
+def test_canary_scores_right_answers_to_held_out_questions(recipe, tokenizer):
+    canary = canary_of(recipe, tokenizer)
+    assert canary == canary_of(recipe, tokenizer)
+    assert len(canary.sequences) >= sync.MIN_TRAJECTORIES
+    assert 64 <= sum(len(s) - start for s, start in zip(canary.sequences, canary.starts, strict=True)) < 64 + 12
+    question, answer = (
+        tokenizer.decode(part) for part in (canary.sequences[0][:-2], canary.sequences[0][canary.starts[0] :])
+    )
+    assert "arithmetic problem" in question
+    assert answer.endswith("<|end_of_msg|>")
+
+
+def test_canary_of_a_task_without_held_out_questions(recipe, tokenizer, tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(f'{{"prompt": "say {i}", "answer": "{i}"}}\n' for i in range(9)))
+    section = recipe.task.model_copy(update={"name": f"jsonl:{path}", "params": {}})
+    canary = canary_of(recipe, tokenizer, section)
+    assert len(canary.sequences) >= sync.MIN_TRAJECTORIES
+
+
+def run_sync(monkeypatch, recipe, tokenizer, trainer, engine):
     monkeypatch.setattr(sync, "publish", lambda update, engine: SENT)
-    recipe = load_recipe("tiny-cpu").recipe
-    config = K3Config.from_folder(recipe.model.path)
-    return lambda trainer, engine: sync.AdapterSync(recipe, config, trainer, engine)
+    return sync.AdapterSync(recipe, canary_of(recipe, tokenizer), trainer, engine)()
 
 
-def test_one_trajectory_where_the_sides_agree(build):
-    trainer, engine = Side(), Side()
-    assert build(trainer, engine)()["sync/canary_diff"] == 0.0
-    assert trainer.seen == engine.seen
-    assert len(trainer.seen) == 1
+def test_a_difference_on_a_few_sequences_is_a_router_tie(monkeypatch, recipe, tokenizer):
+    metrics = run_sync(monkeypatch, recipe, tokenizer, Side(), Side(off=[0, 3], by=0.02))
+    assert metrics["sync/canary_diff"] == 0.0
 
 
-@pytest.mark.parametrize("off", [[0], [0, 1], [0, 2]])
-def test_a_difference_on_some_trajectories_is_a_router_tie(build, off):
-    trainer, engine = Side(), Side(off=off, by=0.02)
-    metrics = build(trainer, engine)()
-    assert metrics["sync/canary_diff"] == pytest.approx(0.02, rel=1e-3)
-    assert trainer.seen == engine.seen
-    assert len(set(trainer.seen)) == 1 + sync.NUM_SPARE
-
-
-def test_a_difference_on_every_trajectory_stops_the_run(build):
+def test_a_difference_everywhere_stops_the_run(monkeypatch, recipe, tokenizer):
     with pytest.raises(SyncError, match=r"adapter v1: trainer and engine differ by 0\.02 nats"):
-        build(Side(), Side(off=range(9), by=0.02))()
+        run_sync(monkeypatch, recipe, tokenizer, Side(), Side(off=range(99), by=0.02))
