@@ -117,8 +117,15 @@ def layer_rows(layer: int) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 @pytest.fixture(scope="module")
-def full() -> list[Param]:
-    return list(iter_params(published()))
+def timed() -> tuple[list[Param], float]:
+    start = time.process_time()
+    rows = list(iter_params(published()))
+    return rows, time.process_time() - start
+
+
+@pytest.fixture(scope="module")
+def full(timed) -> list[Param]:
+    return timed[0]
 
 
 class TestSection3:
@@ -291,11 +298,9 @@ class TestSection4And5:
         assert round(rank * (896 * 3 * inter + 3 * latent) / 1e6, 1) == 132.3
 
 
-def test_the_full_table_is_fast():
-    """Loader, planner and exporter walk 497,220 rows; about 1.5 s on one slow core."""
-    start = time.process_time()
-    assert sum(1 for _ in iter_params(published())) == 497_220
-    assert time.process_time() - start < 8
+def test_the_full_table_is_fast(timed):
+    """Loader, planner and exporter walk 497,220 rows; about 2 s on one slow core."""
+    assert timed[1] < 8
 
 
 def test_no_torch_needed():
