@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from miles_k3.rollout.tasks.registry import GradedTask, make_task
 from miles_k3.rollout.tasks.rewards import RewardPool
 from miles_k3.types import AdapterConfig
 
+PROBE = "2 + 2 = ?"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -79,16 +81,42 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The folder's own tokenizer, offline. Raises CheckpointError when it can't be read or has no chat template."""
+    """The folder's own tokenizer, offline.
+
+    Raises CheckpointError when it can't be read, or has no chat template, or one that loses the question.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{folder}: no tokenizer that transformers can read ({e}); copy tokenizer.json") from e
+    except Exception as e:  # what foreign readers raise on a torn file is anything at all
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise CheckpointError(
+            f"{folder}: no tokenizer that transformers can read ({reason}); copy tokenizer.json and "
+            "tokenizer_config.json again"
+        ) from e
     if not tokenizer.chat_template:
         raise CheckpointError(f"{folder}: the tokenizer has no chat template; put chat_template.jinja beside it")
+    _check_template(folder, tokenizer)
     return tokenizer
+
+
+def _check_template(folder: str, tokenizer: Any) -> None:
+    """Raise CheckpointError unless a question comes through the chat template."""
+    from jinja2 import TemplateError
+
+    try:
+        messages = [{"role": "user", "content": PROBE}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, ValueError, TypeError) as e:
+        raise CheckpointError(
+            f"{folder}: the chat template can't be rendered ({e}); copy chat_template.jinja again"
+        ) from e
+    if PROBE not in text:
+        raise CheckpointError(
+            f"{folder}: the chat template makes {text!r} of the question {PROBE!r}, which isn't in it; "
+            "copy chat_template.jinja again"
+        )
 
 
 def adapter_config(recipe: Recipe) -> AdapterConfig:
@@ -103,11 +131,20 @@ def make_engine(recipe: Recipe, model: Model) -> EmbeddedEngine:
             f"task.max_prompt_tokens + rollout.sampling.max_new_tokens is {longest}; the model takes "
             f"{model.config.max_position_embeddings} (max_position_embeddings): lower one of them"
         )
-    return EmbeddedEngine(
-        model.base, model.config, tokenizer=model.tokenizer, adapter_config=adapter_config(recipe),
-        max_lora_rank=rollout.max_lora_rank, max_running=rollout.max_running, page_size=rollout.page_size,
-        num_pages=rollout.num_pages, prefill_chunk_tokens=rollout.prefill_chunk_tokens, max_sequence_tokens=longest,
-    )  # fmt: skip
+    try:
+        return EmbeddedEngine(
+            model.base, model.config, tokenizer=model.tokenizer, adapter_config=adapter_config(recipe),
+            max_lora_rank=rollout.max_lora_rank, max_running=rollout.max_running, page_size=rollout.page_size,
+            num_pages=rollout.num_pages, prefill_chunk_tokens=rollout.prefill_chunk_tokens, max_sequence_tokens=longest,
+        )  # fmt: skip
+    except (MemoryError, OverflowError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not re.search("alloc|memory|overflow", str(e)):
+            raise
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise LaunchError(
+            f"the engine's caches for rollout.max_running {rollout.max_running}, rollout.num_pages "
+            f"{rollout.num_pages} and rollout.page_size {rollout.page_size} don't fit into memory ({reason}); lower one"
+        ) from e
 
 
 def make_trainer(recipe: Recipe, model: Model) -> Trainer:

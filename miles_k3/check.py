@@ -86,15 +86,8 @@ def longest_sequence(recipe: Recipe) -> int:
 
 
 def _check_sizes(found: _Findings, recipe: Recipe) -> None:
-    longest, packed = longest_sequence(recipe), recipe.trainer.micro_batch_tokens
-    if longest <= packed:
-        found.add("sizes", True, f"the longest sequence of {longest} tokens fits into a micro-batch of {packed}")
-    else:
-        found.add(
-            "sizes", False,
-            f"a sequence may have {longest} tokens (task.max_prompt_tokens + rollout.sampling.max_new_tokens), a "
-            f"micro-batch holds {packed}; set trainer.micro_batch_tokens: {longest} or shorten the others",
-        )  # fmt: skip
+    longest, packed = longest_sequence(recipe), recipe.trainer.micro_batch_tokens  # the recipe was refused otherwise
+    found.add("sizes", True, f"the longest sequence of {longest} tokens fits into a micro-batch of {packed}")
 
 
 def _check_model(found: _Findings, recipe: Recipe) -> K3Config | None:
@@ -139,8 +132,8 @@ def _check_tokenizer(found: _Findings, recipe: Recipe, config: K3Config | None) 
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # noqa: BLE001 what foreign readers raise on a torn file is anything at all
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         found.add(
             "tokenizer", False, f"{folder}: transformers can't load the tokenizer ({reason}); copy its files again"
         )

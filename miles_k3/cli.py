@@ -31,18 +31,35 @@ USER_ERROR = 2
 
 
 def main() -> None:
-    """Entry point: a MilesError becomes its sentences on stderr and exit code 2; `--debug`, wherever it is on the line,
-    shows where the error came from."""
+    """Entry point: a MilesError becomes its sentences on stderr and exit code 2, and so does a refusal of the system,
+    such as a full disk; `--debug`, wherever it is on the line, shows where the error came from."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     try:
         app(["--debug", *arguments] if debug else arguments)
-    except MilesError as error:
+    except (MilesError, OSError) as error:
         if debug:
             raise
-        for line in str(error).splitlines():
+        for line in (str(error) if isinstance(error, MilesError) else _os_sentence(error)).splitlines():
             typer.echo(f"error: {line}", err=True)
         sys.exit(USER_ERROR)
+
+
+def _os_sentence(error: OSError) -> str:
+    """What the system refused, in one line; files that were published before are whole."""
+    import errno
+
+    hints = {
+        errno.ENOSPC: "free some space; a run goes on from its last checkpoint with --resume",
+        errno.EDQUOT: "free some of your quota; a run goes on from its last checkpoint with --resume",
+        errno.EROFS: "choose a run.folder that can be written",
+        errno.EACCES: "change its permissions or choose another path, such as another run.folder",
+        errno.EPERM: "change its permissions or choose another path, such as another run.folder",
+        errno.ENOTDIR: "a part of the path is a file; choose another path",
+    }
+    place = f"{error.filename}: " if error.filename is not None else ""
+    hint = hints.get(error.errno or 0, "miles-k3 --debug shows where it happened")
+    return f"{place}{error.strerror or str(error) or type(error).__name__}; {hint}"
 
 
 def _show_version(wanted: bool) -> None:

@@ -58,6 +58,11 @@ def run_training(recipe: Recipe, run: RunFolder, *, resume: bool = False) -> Run
         ring = Ring(recipe, run, parts)
         first = ring.restore() if resume else ring.begin()
         with _open_log(recipe, run) as metrics:
+            if first and first >= recipe.run.steps:
+                metrics.note(
+                    f"the run has made {first} steps already and run.steps is {recipe.run.steps}, so no step is left; "
+                    "raise run.steps to go on"
+                )
             before = ring.first_sync(first, metrics)
             step, after = first, before if recipe.run.steps == 0 else None
             while step < recipe.run.steps and not stop:

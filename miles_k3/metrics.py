@@ -156,6 +156,10 @@ def format_step(step: int, total_steps: int, values: Mapping[str, float]) -> str
     ):
         if name in values:
             parts.append(f"{label} {values[name]:{spec}}")
+    for name, label in (("rollout/dropped/error", "engine errors"), ("rollout/failures", "failed gradings"),
+                        ("eval/failures", "failed in the evaluation")):  # fmt: skip
+        if values.get(name, 0.0) > 0:
+            parts.append(f"{label} {values[name]:.0f}")
     if STEP_S in values:
         phases = [(name, values.get(f"time/{name}_s", 0.0)) for name in (*PHASES, "other")]
         shown = " ".join(f"{name} {seconds:.1f}" for name, seconds in phases if seconds >= 0.05)

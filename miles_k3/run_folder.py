@@ -49,8 +49,9 @@ class RunFolder:
     def create(cls, recipe: Recipe, *, resume: bool = False) -> Self:
         """Take the folder `run.folder/run.name`: a new one, or with `resume` the one of an earlier process.
 
-        Raises ConfigError when the folder is in use, when it holds a run and `resume` is off, when there is nothing
-        to resume, or when the recipe differs from the run's in more than its length, saving, logging and evaluation.
+        Raises ConfigError when the folder is in use, when it holds a run that has begun and `resume` is off, when there
+        is nothing to resume, or when the recipe differs from the run's in more than its length, saving, logging and
+        evaluation.
         """
         path = Path(recipe.run.folder).expanduser().absolute() / recipe.run.name
         stored = path / "recipe.yaml"
@@ -68,7 +69,7 @@ class RunFolder:
         try:
             if resume:
                 _refuse_differences(load_recipe(stored).recipe, recipe, stored)
-            elif stored.is_file():
+            elif stored.is_file() and _has_begun(path):
                 raise ConfigError(f"{path} already holds a run; go on with it by --resume, or choose another run.name")
             for leftover in [*path.glob(f"{TEMPORARY}*"), *path.glob(f"checkpoints/{TEMPORARY}*")]:
                 log.info("removing %s, left behind by a killed process", leftover)
@@ -235,6 +236,13 @@ def _foreign_files(path: Path) -> list[str]:
         if path.is_dir()
         else []
     )
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether there is anything to lose: a run that failed at its start, say on a missing shard, leaves its place."""
+    metrics = path / "metrics.jsonl"
+    measured = metrics.exists() and metrics.stat().st_size > 0
+    return measured or (path / "adapter").exists() or any((path / "checkpoints").glob("*"))
 
 
 def _list_checkpoints(run: Path) -> list[tuple[int, Path]]:

@@ -87,6 +87,7 @@ async def collect(
     An answer with FinishReason.ERROR or ABORT stays in its group with reward 0 and no loss tokens. With
     `mask_truncated`, so does the loss mask of answers cut by length, which keep their reward. `progress(done, total)`
     follows each graded answer. An error of engine or grader, and cancellation, abort all requests and propagate.
+    Raises EngineError when every answer has FinishReason.ERROR.
     """
     base = _params(sampling, sampling.temperature, stop_token_ids, return_routed_experts)
     requests = [
@@ -195,11 +196,23 @@ async def _run(
 
     tasks = [asyncio.ensure_future(answer(*pair)) for pair in zip(requests, ids, strict=True)]
     try:
-        return await asyncio.gather(*tasks)
+        samples = await asyncio.gather(*tasks)
     finally:
         for task in tasks:  # only an error or a cancellation leaves any running; gather itself lets them run on
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    _refuse_failed(samples)
+    return samples
+
+
+def _refuse_failed(samples: Sequence[Sample]) -> None:
+    """Raise EngineError when the engine failed every request: what is wrong concerns none of them in particular."""
+    errors = [s.completion.error for s in samples if s.completion.finish_reason is FinishReason.ERROR]
+    if errors and len(errors) == len(samples):
+        raise EngineError(
+            f"the engine failed all {len(errors)} requests, the first with: {errors[0]}; check the model's files with "
+            "their source, and go on from the last checkpoint with --resume"
+        )
 
 
 async def _graded(prompt: Prompt, completion: Completion, grader: AnswerGrader, mask_truncated: bool) -> Sample:

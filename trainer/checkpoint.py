@@ -30,7 +30,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save(folder: Path, optimizer: Optimizer, *, adapter: AdapterConfig, version: int) -> None:
-    """Write both files into an existing folder."""
+    """Write both files into an existing folder. Raises CheckpointError or OSError when the disk refuses."""
     tensors: dict[str, Tensor] = {}
     steps: dict[str, float] = {}
     for name, _, master in optimizer.named_masters():
@@ -39,7 +39,12 @@ def save(folder: Path, optimizer: Optimizer, *, adapter: AdapterConfig, version:
             steps[name] = float(state["step"])
             tensors.update((f"{name}/{moment}", state[moment]) for moment in _MOMENTS)
     tensors |= _rng_tensors()
-    save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, folder / TENSORS)
+    try:
+        save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, folder / TENSORS)
+    except SafetensorError as e:  # its form of an error of the file system
+        raise CheckpointError(
+            f"{folder / TENSORS} can't be written ({e}); free some space, then go on with --resume"
+        ) from None
     facts = {
         "format": FORMAT, "version": version, "steps": steps, "adapter": _adapter_facts(adapter),
         "python_rng": random.getstate(), "numpy_rng": _numpy_rng(),

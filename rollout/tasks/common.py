@@ -41,7 +41,7 @@ def check_param_names(task: str, params: Mapping[str, Any], known: Iterable[str]
     """Raises ConfigError naming every key of `params` that the task doesn't have, with the ones that it has."""
     known = sorted(known)
     problems = [
-        f"task.params.{key} is unknown to {task}{did_you_mean(key, known)} valid: {', '.join(known)}"
+        f"task.params.{key} is unknown to {task}{did_you_mean(key, known)} (valid: {', '.join(known)})"
         for key in params
         if key not in known
     ]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from miles_k3.config import TaskSection
-from miles_k3.errors import CheckpointError, DataError
+from miles_k3.errors import CheckpointError, ConfigError, DataError
 from miles_k3.rollout.tasks.common import PromptEncoder, extract_answer, in_fraction, stable_hash, state_value
 from miles_k3.rollout.tasks.grading import grade_with
 from miles_k3.rollout.tasks.gym_dataset import CHUNK_QUESTIONS, HASH_DEPENDENT, EntryStream, make_dataset
@@ -61,6 +61,11 @@ class ReasoningGymTask:
     """Endless training prompts from `seed`; held-out prompts that are the same for every seed."""
 
     def __init__(self, section: TaskSection, tokenizer: Any, *, seed: int, source: str) -> None:
+        if section.scorer != "auto":
+            raise ConfigError(
+                f"task.scorer is {section.scorer!r}, but {section.name} has a scorer of its own; set task.scorer: "
+                "auto, or write the questions to a file for jsonl:<path>"
+            )
         self.name = section.name
         self._dataset_name = source
         self._params = dict(section.params)

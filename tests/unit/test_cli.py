@@ -1,5 +1,6 @@
 """The command line: answers at once, one sentence for a user's error, hands over what it was told."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -113,6 +114,7 @@ def test_train_takes_the_run_folder_and_gives_it_to_the_loop(run_cli, loop: list
     assert (recipe.trainer.lr, recipe.lora.rank, resume) == (0.25, 8, False)
     assert run.path == tmp_path / "tiny-cpu"
     assert str(run.path) in done.err
+    run.metrics_path.write_text('{"step": 0}\n')
     again = run_cli(*arguments)
     assert again.code == 2
     assert "go on with it by --resume" in again.err
@@ -121,6 +123,26 @@ def test_train_takes_the_run_folder_and_gives_it_to_the_loop(run_cli, loop: list
     assert run_cli("train", str(run.path), "--resume").code == 0
     assert loop[2][0] == recipe
     assert loop[2][1].path == run.path
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; free some space"),
+        (PermissionError(errno.EACCES, "Permission denied", "/r"), "/r: Permission denied; change its permissions"),
+        (TimeoutError(), "TimeoutError; miles-k3 --debug shows where it happened"),
+    ],
+)
+def test_a_refusal_of_the_system_is_one_sentence(
+    run_cli, loop: list, tmp_path: Path, error: OSError, said: str
+) -> None:
+    def fail(recipe, run, *, resume):
+        raise error
+
+    sys.modules["miles_k3.loop"].run_training = fail  # type: ignore[attr-defined]
+    done = run_cli("train", "tiny-cpu", "--set", f"run.folder={tmp_path}")
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith(f"error: {said}")
 
 
 def test_an_error_inside_the_run_releases_it(run_cli, loop: list, tmp_path: Path) -> None:

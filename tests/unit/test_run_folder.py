@@ -42,7 +42,8 @@ def test_a_new_run_writes_its_recipe(tmp_path: Path) -> None:
 
 
 def test_a_used_folder_is_refused_and_says_how_to_go_on(tmp_path: Path) -> None:
-    RunFolder.create(make_recipe(tmp_path)).close()
+    with RunFolder.create(make_recipe(tmp_path)) as run:
+        run.metrics_path.write_text('{"step": 0}\n')
     with pytest.raises(
         ConfigError, match=r"already holds a run; go on with it by --resume, or choose another run.name"
     ):
@@ -52,6 +53,15 @@ def test_a_used_folder_is_refused_and_says_how_to_go_on(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds other files \(thesis.tex\)"):
         RunFolder.create(make_recipe(tmp_path, run={"name": "mine"}))
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.tex"], "a foreign folder stays untouched"
+
+
+def test_a_run_that_failed_at_its_start_can_be_started_again(tmp_path: Path) -> None:
+    """Say, on a missing shard: nothing has been measured or saved, so there is nothing to lose or to go on with."""
+    with RunFolder.create(make_recipe(tmp_path)) as run:
+        run.metrics_path.touch()
+    mended = make_recipe(tmp_path, model={"path": "/found"})
+    with RunFolder.create(mended) as run:
+        assert load_recipe(run.path / "recipe.yaml").recipe == mended
 
 
 def test_resuming_nothing_is_refused(tmp_path: Path) -> None:
