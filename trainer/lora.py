@@ -150,6 +150,13 @@ class GateUpLora(LoraModule):
 class ExpertLora(LoraModule):
     """One layer's routed experts: outer factors a1, a3 [R, Z], b2 [Z, R]; inner b1, b3 [E, F, R], a2 [E, R, F]."""
 
+    a1: Parameter
+    a3: Parameter
+    a2: Parameter
+    b1: Parameter
+    b3: Parameter
+    b2: Parameter
+
     def __init__(self, factory: Factory, prefix: str):
         super().__init__(factory)
         self.prefix = prefix

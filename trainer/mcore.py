@@ -11,7 +11,8 @@ cpu_shim.install()
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # megatron tells at import what is not installed: TransformerEngine, Apex, absl
-    import megatron.core.models.mimo.model.base  # noqa: F401  (get_megatron_optimizer imports it, with a warning)
+    import megatron.core.models.backends
+    import megatron.core.models.mimo.model.base  # noqa: F401  (so is this)
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,

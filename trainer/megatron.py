@@ -89,7 +89,11 @@ class MegatronTrainer:
             raise MilesError(f"temperature is {temperature}; logits are divided by it, so it must be above 0")
         result = [torch.zeros(0)] * len(sequences)
         packs = score_works(
-            sequences, device=self.device, temperature=temperature, micro_batch_tokens=self.section.micro_batch_tokens
+            sequences,
+            self.config,
+            device=self.device,
+            temperature=temperature,
+            micro_batch_tokens=self.section.micro_batch_tokens,
         )
         if packs:
             for (indices, work), priced in zip(packs, self._price([work for _, work in packs]), strict=True):
@@ -163,7 +167,7 @@ class MegatronTrainer:
 
     def _works(self, micro_batches: Iterable[MicroBatch], temperature: float) -> list[Work]:
         return [
-            train_work(micro, device=self.device, temperature=temperature,
+            train_work(micro, self.config, device=self.device, temperature=temperature,
                        entropy_gradient=self.algorithm.entropy_coef > 0, routing_replay=self.routing_replay)
             for micro in micro_batches
         ]  # fmt: skip

@@ -5,14 +5,16 @@ Shape legend: T tokens of a packed stream, M of them priced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from miles_k3.k3.config import K3Config
 from miles_k3.k3.ops.packed import Packed
+from miles_k3.packing import pack_lengths
 from miles_k3.trainer import cpu_shim
 from miles_k3.trainer.loss import LossOutput
 from miles_k3.trainer.mcore import DistributedDataParallel, get_forward_backward_func
@@ -40,16 +42,17 @@ class Priced:
     entropies_T: Tensor
 
 
-def train_work(micro: MicroBatch, *, device: torch.device, temperature: float, entropy_gradient: bool = False,
-               routing_replay: bool = False) -> Work:  # fmt: skip
+def train_work(micro: MicroBatch, k3: K3Config, *, device: torch.device, temperature: float,
+               entropy_gradient: bool = False, routing_replay: bool = False) -> Work:  # fmt: skip
     """The predictions where the loss mask is 1."""
     places_M = micro.loss_mask.nonzero().squeeze(1)
     routed = micro.routed_experts if routing_replay else None
     return Work(
-        stream=Stream(
-            tokens_T=micro.tokens.to(device),
-            packed=Packed.from_cu_seqlens(micro.cu_seqlens.to(device)),
-            routed_TLK=None if routed is None else routed.to(device),
+        stream=Stream.of(
+            micro.tokens.to(device),
+            Packed.from_cu_seqlens(micro.cu_seqlens.to(device)),
+            k3,
+            None if routed is None else routed.to(device),
         ),
         wanted=Wanted(
             places_M=places_M.to(device),
@@ -113,38 +116,31 @@ def _priced(output_2M: Tensor, work: Work) -> Priced:
 
 
 def score_works(
-    sequences: Sequence[Sequence[int]], *, device: torch.device, temperature: float, micro_batch_tokens: int
+    sequences: Sequence[Sequence[int]],
+    k3: K3Config,
+    *,
+    device: torch.device,
+    temperature: float,
+    micro_batch_tokens: int,
 ) -> list[tuple[list[int], Work]]:
-    """Pack whole sequences in order into micro-batches; each with the indices of its sequences.
+    """Pack whole sequences into micro-batches; each with the indices of its sequences.
 
-    A sequence's last token predicts nothing and is left out; one of a single token takes no part.
+    A sequence's last token predicts nothing and is left out; one of a single token takes no part. One that is longer
+    than a micro-batch gets its own.
     """
-    works, indices, lengths, used = [], [], [], 0
-    for index, sequence in enumerate(sequences):
-        length = len(sequence) - 1
-        if length < 1:
-            continue
-        if indices and used + length > micro_batch_tokens:
-            works.append((indices, _score_work([sequences[i] for i in indices], lengths, device, temperature)))
-            indices, lengths, used = [], [], 0
-        indices.append(index)
-        lengths.append(length)
-        used += length
-    if indices:
-        works.append((indices, _score_work([sequences[i] for i in indices], lengths, device, temperature)))
-    return works
+    scored = [index for index, sequence in enumerate(sequences) if len(sequence) > 1]
+    lengths = [min(len(sequences[index]) - 1, micro_batch_tokens) for index in scored]
+    packs = [[scored[i] for i in pack] for pack in pack_lengths(lengths, micro_batch_tokens)]
+    return [(pack, _score_work([sequences[i] for i in pack], k3, device, temperature)) for pack in packs]
 
 
-def _score_work(
-    sequences: Iterable[Sequence[int]], lengths: list[int], device: torch.device, temperature: float
-) -> Work:
+def _score_work(sequences: list[Sequence[int]], k3: K3Config, device: torch.device, temperature: float) -> Work:
     whole = [torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences]
+    packed = Packed.from_lengths([len(s) - 1 for s in whole], device)
     return Work(
-        stream=Stream(
-            tokens_T=torch.cat([s[:-1] for s in whole]).to(device), packed=Packed.from_lengths(lengths, device)
-        ),
+        stream=Stream.of(torch.cat([s[:-1] for s in whole]).to(device), packed, k3),
         wanted=Wanted(
-            places_M=torch.arange(sum(lengths), device=device),
+            places_M=torch.arange(packed.num_tokens, device=device),
             targets_M=torch.cat([s[1:] for s in whole]).to(device),
             temperature=temperature,
         ),

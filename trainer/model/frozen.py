@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from miles_k3.k3.config import K3Config
-from miles_k3.k3.ops.norm import rms_norm
 from miles_k3.k3.params import Param, Part, layer_params, text_params
 from miles_k3.k3.weights import ResidentBase
 from miles_k3.trainer.mcore import (
@@ -25,6 +24,7 @@ from miles_k3.trainer.mcore import (
     parallel_state,
     set_tensor_model_parallel_attributes,
 )
+from miles_k3.trainer.model.elementwise import rms_norm
 
 
 class Column(ColumnParallelLinear):

@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from miles_k3.k3.ops.kda import kda_chunk, kda_gate
-from miles_k3.k3.ops.norm import rms_norm
-from miles_k3.k3.ops.short_conv import short_conv
 from miles_k3.k3.params import attn_prefix
 from miles_k3.trainer.lora import DenseLora, Factory
 from miles_k3.trainer.lora_rules import Site
+from miles_k3.trainer.model.elementwise import gated_norm, kda_gate
 from miles_k3.trainer.model.frozen import FrozenWeights
+from miles_k3.trainer.model.kda_core import delta_rule, short_conv_silu
 from miles_k3.trainer.model.stream import Stream
 
 
@@ -35,15 +34,14 @@ class KdaAttention(nn.Module):
 
     def forward(self, x_TH: Tensor, stream: Stream) -> Tensor:
         q, k, v = (
-            self._heads(short_conv(proj(x_TH), conv, stream.packed))
+            self._heads(short_conv_silu(proj(x_TH), conv, stream.kda_maps))
             for proj, conv in ((self.q_proj, self.q_conv), (self.k_proj, self.k_conv), (self.v_proj, self.v_conv))
         )
         f_TNK = self._heads(self.f_b_proj(self.f_a_proj(x_TH)))
         g_TNK = kda_gate(f_TNK, self.a_log, self.dt_bias.unflatten(0, (-1, self.head_dim)), self.lower_bound)
         beta_TN = torch.sigmoid(self.b_proj(x_TH).float())
-        o_TNK, _ = kda_chunk(q, k, v, g_TNK, beta_TN, stream.packed)
-        o_TD = rms_norm(o_TNK, self.o_norm, self.eps).flatten(1) * torch.sigmoid(self.g_proj(x_TH).float())
-        o_TD = o_TD.to(x_TH.dtype)
+        o_TNK = delta_rule(q, k, v, g_TNK, beta_TN, stream.kda_maps)
+        o_TD = gated_norm(o_TNK, self.o_norm, self._heads(self.g_proj(x_TH)), self.eps).flatten(1)
         return self.o_lora(o_TD, self.o_proj(o_TD))
 
     def _heads(self, x_TD: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from miles_k3.k3.ops.attn_res import attn_res
 from miles_k3.k3.params import layer_prefix, mlp_prefix
 from miles_k3.trainer.lora import Factory
+from miles_k3.trainer.model.elementwise import attn_res
 from miles_k3.trainer.model.frozen import FrozenWeights
 from miles_k3.trainer.model.kda import KdaAttention
 from miles_k3.trainer.model.mla import MlaAttention
@@ -29,7 +29,9 @@ class AttnRes(nn.Module):
         self.proj = frozen.parameter(name + "_proj.weight")
 
     def forward(self, prefix_TH: Tensor, bank: Bank) -> Tensor:
-        return attn_res(prefix_TH, bank, self.norm, self.proj)
+        if not bank:
+            return prefix_TH
+        return attn_res(self.norm.float() * self.proj.float().reshape(-1), (*bank, prefix_TH))
 
 
 class K3Layer(nn.Module):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from miles_k3.k3.ops.situ import situ
 from miles_k3.trainer.lora import DenseLora, Factory, GateUpLora
 from miles_k3.trainer.lora_rules import Site
+from miles_k3.trainer.model.elementwise import situ
 from miles_k3.trainer.model.frozen import FrozenWeights
 
 
@@ -24,6 +24,5 @@ class Mlp(nn.Module):
         self.fc2_lora = DenseLora(factory, prefix + "down_proj", Site.FC2)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        gate_TF, up_TF = self.fc1_lora(x_TH, self.fc1(x_TH)).chunk(2, dim=-1)
-        act_TF = situ(gate_TF, up_TF, self.beta, self.linear_beta)
+        act_TF = situ(self.fc1_lora(x_TH, self.fc1(x_TH)), self.beta, self.linear_beta)
         return self.fc2_lora(act_TF, self.fc2(act_TF))

@@ -5,12 +5,13 @@ Shape legend: T tokens, H hidden, Z latent, L MoE layers, K chosen experts per t
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from miles_k3.k3.ops.latent_moe import latent_experts, route
-from miles_k3.k3.ops.lora import ExpertLoraTerm
+from miles_k3.k3.ops.latent_moe import route
 from miles_k3.k3.params import mlp_prefix, moe_prefix
 from miles_k3.trainer.lora import ExpertLora, Factory
+from miles_k3.trainer.model.experts import Factors, Rows, collect, expert_rows, spread, spread_weights
 from miles_k3.trainer.model.frozen import FrozenWeights
 from miles_k3.trainer.model.mlp import Mlp
 from miles_k3.trainer.model.stream import Stream
@@ -38,16 +39,19 @@ class LatentMoe(nn.Module):
             x_TH, self.gate, self.bias, top_k=k3.num_experts_per_token, renormalize=k3.moe_renormalize,
             scaling=k3.routed_scaling_factor, forced_TK=forced_TK,
         )  # fmt: skip
-        z_TZ = self.down_proj(x_TH)
-        w13, w2 = self.experts.dense(x_TH.dtype)
-        c_TZ = latent_experts(
-            z_TZ, weights_TK, experts_TK, w13, w2, situ_beta=k3.situ_beta, situ_linear_beta=k3.situ_linear_beta,
-            lora=self._terms(),
-        )  # fmt: skip
+        c_TZ = self._routed(self.down_proj(x_TH), weights_TK, Rows.of(experts_TK, k3.num_experts))
         return self.up_proj(self.norm(c_TZ)) + self.shared_experts(x_TH)
 
-    def _terms(self) -> tuple[ExpertLoraTerm, ...]:
+    def _routed(self, z_TZ: Tensor, weights_TK: Tensor, rows: Rows) -> Tensor:
+        """The weighted sum of each token's experts, [T, Z]: router weight after the down projection, sum in fp32."""
         lora = self.experts_lora
-        if not lora.switch.on:
-            return ()
-        return (ExpertLoraTerm(**dict(lora.named_parameters()), scaling=lora.scaling),)
+        factors = None
+        if lora.switch.on:
+            low1_MR, low3_MR = spread(z_TZ @ torch.cat([lora.a1, lora.a3]).t() * lora.scaling, rows).chunk(2, dim=-1)
+            factors = Factors(low1_MR, low3_MR, lora.b1, lora.b3, lora.a2, lora.b2)
+        weight_M = spread_weights(weights_TK, rows)
+        y_MZ = expert_rows(
+            spread(z_TZ, rows), weight_M, rows.ends_E, self.experts, (self.k3.situ_beta, self.k3.situ_linear_beta),
+            lora.scaling, factors,
+        )  # fmt: skip
+        return collect(y_MZ, rows).to(z_TZ.dtype)

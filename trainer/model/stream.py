@@ -9,19 +9,29 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from miles_k3.k3.config import K3Config
 from miles_k3.k3.ops.packed import Packed
+from miles_k3.trainer.model.kda_core import KdaMaps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stream:
     """One micro-batch's tokens on the model's device.
 
-    `tokens_T` int64. `routed_TLK` int16: experts that the engine chose, -1 where it chose none; None routes afresh.
+    `tokens_T` int64; `kda_maps` are made once for all KDA layers. `routed_TLK` int16: experts that the engine chose, -1
+    where it chose none; None routes afresh.
     """
 
     tokens_T: Tensor
     packed: Packed
+    kda_maps: KdaMaps
     routed_TLK: Tensor | None = None
+
+    @classmethod
+    def of(cls, tokens_T: Tensor, packed: Packed, k3: K3Config, routed_TLK: Tensor | None = None) -> Stream:
+        """With the index maps of the model `k3`."""
+        maps = KdaMaps.of(packed, k3.kda_num_heads, k3.short_conv_kernel_size)
+        return cls(tokens_T=tokens_T, packed=packed, kda_maps=maps, routed_TLK=routed_TLK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -31,9 +31,7 @@ LENGTHS = (9, 2, 17, 33, 1, 16)
 
 
 def stream_of(sequences: list[Tensor], routed: Tensor | None = None) -> Stream:
-    return Stream(
-        tokens_T=torch.cat(sequences), packed=Packed.from_lengths([len(s) for s in sequences]), routed_TLK=routed
-    )
+    return Stream.of(torch.cat(sequences), Packed.from_lengths([len(s) for s in sequences]), CONFIG, routed)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ def test_two_stages_equal_one(cut: int) -> None:
     config = transformer_config(CONFIG, ParallelSection(), torch.float32)
     base = tiny_base(CONFIG, weights(True))
     stages = [K3Stage(config, CONFIG, base, factory, layers) for layers in (range(cut), range(cut, 8))]
-    stream = Stream(tokens_T=torch.cat(random_tokens(LENGTHS)), packed=Packed.from_lengths(LENGTHS))
+    stream = Stream.of(torch.cat(random_tokens(LENGTHS)), Packed.from_lengths(LENGTHS), CONFIG)
     places = torch.arange(0, 31, 2)
     wanted = Wanted(places_M=places, targets_M=stream.tokens_T[places], temperature=1.0)
     for model in (trainer.model, *stages):

@@ -1,0 +1,183 @@
+"""Routed experts on rows sorted by expert, with the backward pass written out.
+
+Frozen packed or dense weights, LoRA factors, SiTU and the router's weights in one function, which keeps SiTU's
+parts and recomputes the rest; packed weights are unpacked again in the backward. The plain twin is
+`k3.ops.latent_moe.latent_experts`.
+Shape legend: T tokens, K chosen experts per token, M = T * K rows sorted by expert, Z latent, I inner width, E experts,
+R rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.linalg import vecdot
+
+from miles_k3.k3.ops.latent_moe import Dispatch
+from miles_k3.k3.weights import ExpertBank
+from miles_k3.trainer.model.elementwise import SituParts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Which token (`token_M`) and which place of the [T * K] list (`order_M`) each sorted row is, and back."""
+
+    token_M: Tensor
+    order_M: Tensor
+    place_M: Tensor
+    ends_E: Tensor
+    top_k: int
+
+    @classmethod
+    def of(cls, experts_TK: Tensor, num_experts: int) -> Rows:
+        dispatch = Dispatch.of(experts_TK, num_experts)
+        token_M = dispatch.order_M // dispatch.top_k
+        return cls(token_M, dispatch.order_M, dispatch.place_M, dispatch.ends_E, dispatch.top_k)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, rows: Rows):
+        ctx.rows = rows
+        return x_TD.index_select(0, rows.token_M)
+
+    @staticmethod
+    def backward(ctx, grad_MD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _collect(grad_MD, ctx.rows), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_MD: Tensor, rows: Rows):
+        ctx.rows = rows
+        return _collect(y_MD, rows)
+
+    @staticmethod
+    def backward(ctx, grad_TD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_TD.index_select(0, ctx.rows.token_M), None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_M: Tensor, rows: Rows):
+        ctx.rows = rows
+        return x_M.index_select(0, rows.order_M)
+
+    @staticmethod
+    def backward(ctx, grad_M: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_M.index_select(0, ctx.rows.place_M), None
+
+
+def _collect(y_MD: Tensor, rows: Rows) -> Tensor:
+    """[M, D] -> [T, D], the sum of each token's rows."""
+    return y_MD.index_select(0, rows.place_M).unflatten(0, (-1, rows.top_k)).sum(1)
+
+
+def spread(x_TD: Tensor, rows: Rows) -> Tensor:
+    """Copy each token to its rows: [T, D] -> [M, D]."""
+    return _Spread.apply(x_TD, rows)  # pyright: ignore[reportReturnType]
+
+
+def collect(y_MD: Tensor, rows: Rows) -> Tensor:
+    """Sum each token's rows: [M, D] -> [T, D]."""
+    return _Collect.apply(y_MD, rows)  # pyright: ignore[reportReturnType]
+
+
+def spread_weights(weights_TK: Tensor, rows: Rows) -> Tensor:
+    """The router weight of each row: [T, K] -> [M]."""
+    return _Permute.apply(weights_TK.reshape(-1), rows)  # pyright: ignore[reportReturnType]
+
+
+class Factors(NamedTuple):
+    """LoRA of one layer's experts on sorted rows: scaled inputs times a1 and a3, then the other factors."""
+
+    low1_MR: Tensor
+    low3_MR: Tensor
+    b1_EIR: Tensor
+    b3_EIR: Tensor
+    a2_ERI: Tensor
+    b2_ZR: Tensor
+
+    def aligned(self) -> Factors:
+        """The same with the rank padded by zeros to whole 16 bytes, as grouped_mm wants its rows."""
+        pad = -self.low1_MR.shape[-1] % (16 // self.low1_MR.element_size())
+        if not pad:
+            return self
+        low1, low3, b1, b3, b2 = (F.pad(t, (0, pad)) for t in self if t is not self.a2_ERI)
+        return Factors(low1, low3, b1, b3, F.pad(self.a2_ERI, (0, 0, 0, pad)), b2)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_MZ: Tensor, weight_M: Tensor, ends: Tensor, bank: ExpertBank, betas: tuple[float, float],
+                scaling: float, *factors: Tensor):  # fmt: skip
+        w13, w2 = bank.dense(x_MZ.dtype)
+        lora = Factors(*factors) if factors else None
+        h = _grouped(x_MZ, w13, ends)
+        if lora is not None:
+            gate, up = h.chunk(2, dim=-1)
+            gate += _grouped(lora.low1_MR, lora.b1_EIR, ends)
+            up += _grouped(lora.low3_MR, lora.b3_EIR, ends)
+        parts = SituParts.of(h, *betas)
+        act = parts.value().to(h.dtype)
+        out = _grouped(act, w2, ends)
+        if lora is not None:
+            out.addmm_(_grouped(act, lora.a2_ERI, ends), lora.b2_ZR.t(), alpha=scaling)
+        saved = parts.to_save(h)
+        ctx.save_for_backward(weight_M, ends, *saved, *factors)
+        ctx.bank, ctx.betas, ctx.scaling, ctx.num_saved = bank, betas, scaling, len(saved)
+        return out.float().mul_(weight_M.unsqueeze(-1))
+
+    @staticmethod
+    def backward(ctx, grad_MZ: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        weight_M, ends, *rest = ctx.saved_tensors
+        saved, factors = rest[: ctx.num_saved], rest[ctx.num_saved :]
+        lora, dtype = Factors(*factors) if factors else None, saved[0].dtype
+        w13, w2 = ctx.bank.dense(dtype)
+        parts = SituParts.restored(saved, *ctx.betas)
+        act = parts.value()
+        grad = grad_MZ.to(dtype).contiguous()
+        # All with respect to the unweighted output: the router's gradient then needs the activation, not the output.
+        d_low2 = None if lora is None else (grad @ lora.b2_ZR).mul_(ctx.scaling)
+        d_act = F.grouped_mm(grad, w2, offs=ends)
+        if lora is not None and d_low2 is not None:
+            d_act += F.grouped_mm(d_low2, lora.a2_ERI, offs=ends)
+        d_act = d_act.float()
+        d_weight_M, weight_M1 = vecdot(d_act, act), weight_M.unsqueeze(-1)
+        d_h = parts.backward(d_act.mul_(weight_M1)).to(dtype)
+        d_x = F.grouped_mm(d_h, w13, offs=ends)
+        if lora is None or d_low2 is None:
+            return d_x, d_weight_M, None, None, None, None
+        act = act.to(dtype)
+        d_gate, d_up = (half.contiguous() for half in d_h.chunk(2, dim=-1))
+        weighted_low2, weighted_d_low2 = (
+            (t.float() * weight_M1).to(dtype) for t in (_grouped(act, lora.a2_ERI, ends), d_low2)
+        )
+        d_lora = Factors(
+            low1_MR=F.grouped_mm(d_gate, lora.b1_EIR, offs=ends),
+            low3_MR=F.grouped_mm(d_up, lora.b3_EIR, offs=ends),
+            b1_EIR=F.grouped_mm(d_gate.t(), lora.low1_MR, offs=ends),
+            b3_EIR=F.grouped_mm(d_up.t(), lora.low3_MR, offs=ends),
+            a2_ERI=F.grouped_mm(weighted_d_low2.t(), act, offs=ends),
+            b2_ZR=(grad.t() @ weighted_low2).mul_(ctx.scaling),
+        )
+        return d_x, d_weight_M, None, None, None, None, *d_lora
+
+
+def _grouped(x_MD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
+    """Each row times its own expert's weight: [M, D] -> [M, O]."""
+    return F.grouped_mm(x_MD, weight_EOD.transpose(1, 2), offs=ends_E)
+
+
+def expert_rows(x_MZ: Tensor, weight_M: Tensor, ends_E: Tensor, bank: ExpertBank, betas: tuple[float, float],
+                scaling: float = 1.0, lora: Factors | None = None) -> Tensor:  # fmt: skip
+    """Each row through its expert, times its router weight: fp32 [M, Z].
+
+    `betas`: SiTU's; `scaling`: LoRA's, for the back projection (the front's is in `lora.low1_MR`, `low3_MR`).
+    """
+    factors = () if lora is None else lora.aligned()
+    return _Experts.apply(x_MZ, weight_M, ends_E, bank, betas, scaling, *factors)  # pyright: ignore[reportReturnType]
