@@ -164,7 +164,7 @@ class ParallelSection(Section):
 class TrainerSection(Section):
     """Optimizer and batching of the trainer."""
 
-    lr: float = Field(default=1e-5, ge=0.0, description="Adam's peak learning rate.")
+    lr: float = Field(default=1e-5, ge=0.0, le=100.0, description="Adam's peak learning rate.")
     lr_warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up from 0.")
     lr_decay: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="After the warm-up: constant, or down to 0 at run.steps."

@@ -73,6 +73,7 @@ def refused(done: SimpleNamespace, *parts: str) -> None:
         ("rollout.groupsize=4", ("rollout.groupsize: unknown key; did you mean rollout.group_size?",)),
         ("colour=red", ("colour: unknown key; ",)),
         ("trainer.lr=1e-5", ("text '1e-5' given", "write 1.0e-5")),
+        ("trainer.lr=1.0e+300", ("expected 100 or less", "Adam's peak learning rate")),
         ("trainer.lr=.nan", (".nan given, expected a finite number",)),
         ("rollout.group_size=4.0", ("4.0 given, expected a whole number; write 4",)),
         ("rollout.sampling.stop=end", ("text 'end' given, expected a list",)),

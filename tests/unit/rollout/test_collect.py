@@ -277,6 +277,14 @@ def test_evaluation_result():
     assert result.mean_tokens == sum(1 + p.seed % 5 for p in engine.requests.values()) / 5
 
 
+def test_an_engine_that_fails_every_request_ends_the_run():
+    """One failed answer is counted; nothing but failed ones is a broken model, which would train on nothing."""
+    script = dict.fromkeys(range(4), FinishReason.ERROR)
+    with pytest.raises(EngineError, match=r"failed all 4 requests, the first with: logits are not finite; check"):
+        run_eval(FakeEngine(script=script), prompts=PROMPTS[:4])
+    assert run_eval(FakeEngine(script=script), prompts=PROMPTS[:5]).failures == {"error": 4}
+
+
 def test_evaluation_counts_failed_gradings():
     class Failing:
         async def grade(self, prompt, text):
