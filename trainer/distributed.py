@@ -24,7 +24,13 @@ def initialize(parallel: ParallelSection, *, device: torch.device, seed: int) ->
     One process needs no launcher and no port. Later calls in the same process only seed again.
     Raises LaunchError when the layout can't run in this process.
     """
-    if problems := layout_problems(parallel, os.environ):
+    problems = layout_problems(parallel, os.environ)
+    if device.type == "cpu" and not cpu_shim.needed():
+        problems.append(
+            "the model is on the CPU but this machine has CUDA devices, and megatron-core would compute on them; "
+            "set model.device: cuda, or hide the devices with CUDA_VISIBLE_DEVICES="
+        )
+    if problems:
         raise LaunchError("; ".join(problems))
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
