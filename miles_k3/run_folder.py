@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "COMPLETE"
 TEMPORARY = ".tmp-"
-# A resumed run may change these: they leave the numbers of the steps to come as they would have been.
+# A resumed run may change these: they leave the numbers of the steps to come as they would have been (run.steps does so
+# while the learning rate doesn't decay towards it).
 RESUMABLE_KEYS = frozenset(
     f"run.{name}"
     for name in ("name", "folder", "steps", "save_every", "keep_checkpoints", "wandb", "wandb_project", "threads")
@@ -257,6 +258,11 @@ def _refuse_differences(stored: Recipe, given: Recipe, file: Path) -> None:
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and key not in RESUMABLE_KEYS and not key.startswith(RESUMABLE_SECTIONS)
     ]
+    if given.trainer.lr_decay != "constant" and given.run.steps != stored.run.steps:
+        problems.append(
+            f"run.steps: the run in {file.parent} has {stored.run.steps}, the recipe {given.run.steps}; with "
+            f"trainer.lr_decay {given.trainer.lr_decay} it decides every learning rate, so a run keeps it"
+        )
     if problems:
         raise ConfigError([*problems, f"to go on with other values all the same, change them in {file} too"])
 

@@ -103,6 +103,15 @@ def test_resume_allows_length_and_logging_and_lists_every_other_difference(tmp_p
         pass  # the refusal released the lock
 
 
+def test_the_length_stays_where_the_learning_rate_decays_towards_it(tmp_path: Path) -> None:
+    decaying = {"lr_decay": "cosine"}
+    RunFolder.create(make_recipe(tmp_path, trainer=decaying)).close()
+    longer = make_recipe(tmp_path, trainer=decaying, run={"steps": 500})
+    with pytest.raises(ConfigError, match=r"run.steps: .* has 100, the recipe 500; with trainer.lr_decay cosine"):
+        RunFolder.create(longer, resume=True)
+    RunFolder.create(make_recipe(tmp_path, trainer=decaying), resume=True).close()
+
+
 def test_checkpoints_are_found_by_their_content(tmp_path: Path) -> None:
     with RunFolder.create(make_recipe(tmp_path)) as run:
         for step in (5, 10, 15):
