@@ -1,5 +1,6 @@
 """The set-up keeps its promises: complete pins, links that are links, and a command line that starts without torch."""
 
+import os
 import re
 import runpy
 import subprocess
@@ -124,13 +125,14 @@ def test_help_starts_without_torch_in_under_a_second():
             "try: main()\n"
             "finally: assert 'torch' not in sys.modules, 'torch was imported'"
         )
-        start = time.perf_counter()
+        before = os.times()
         run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+        after = os.times()
         assert run.returncode == 0, run.stderr
         assert "Usage" in run.stdout
-        return time.perf_counter() - start
+        return after.children_user + after.children_system - before.children_user - before.children_system
 
-    # The best of three: what the machine does besides is not the command's fault.
+    # CPU seconds, and the best of three: what the machine does besides is not the command's fault.
     assert min(seconds_for_help() for _ in range(3)) < 1.0
 
 

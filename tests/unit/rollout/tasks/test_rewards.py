@@ -245,9 +245,10 @@ def test_cancelled_gradings_leave_the_pool_usable():
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_process_outlives_an_interrupted_parent(how):
     code = (
-        "import asyncio\n"
+        "import asyncio, signal\n"
         "from unit.rollout.tasks.test_rewards import FakeTask, prompt\n"
         "from miles_k3.rollout.tasks.rewards import RewardPool\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job inherits it ignored
         "async def main():\n"
         "    pool = RewardPool(FakeTask(), workers=2, timeout_s=3600)\n"
         "    grades = [await pool.grade(prompt(), t) for t in ('pid', 'server')]\n"
@@ -268,7 +269,11 @@ def test_no_process_outlives_an_interrupted_parent(how):
         assert len(set(pids)) == 3
         assert all(map(alive, pids))
         parent.send_signal(how)
-        parent.wait(timeout=10)
+        try:
+            parent.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            parent.kill()
+            raise
     left = wait_until_gone(pids)
     assert min(pids) > 1
     for pid in left:
