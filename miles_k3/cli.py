@@ -102,7 +102,8 @@ def train(
         typer.echo(f"run folder: {run.path}", err=True)
         from miles_k3.loop import run_training
 
-        run_training(loaded.recipe, run, resume=resume)
+        result = run_training(loaded.recipe, run, resume=resume)
+    typer.echo(f"adapter: {result.adapter}; pictures: {run.plots}", err=True)
 
 
 @app.command("eval")

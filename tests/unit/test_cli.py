@@ -37,7 +37,12 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> list:
     """Stands for the training loop and the demo; the list holds what they were called with."""
     calls: list = []
     module = ModuleType("miles_k3.loop")
-    module.run_training = lambda recipe, run, *, resume: calls.append((recipe, run, resume))  # type: ignore[attr-defined]
+
+    def run_training(recipe, run, *, resume):
+        calls.append((recipe, run, resume))
+        return SimpleNamespace(adapter=run.adapter)
+
+    module.run_training = run_training  # type: ignore[attr-defined]
     module.run_eval = lambda recipe, adapter: calls.append((recipe, adapter)) or RESULT  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "miles_k3.loop", module)
     demo = ModuleType("miles_k3.demo")
