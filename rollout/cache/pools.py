@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from miles_k3.errors import EngineError
+from miles_k3.rollout.cache.device import put
 
 
 class PoolError(AssertionError):
@@ -111,13 +112,13 @@ class LatentPages:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages, every layer."""
-        index = torch.tensor(targets, device=self.device)
-        self.kv.index_copy_(1, index, self.kv.index_select(1, torch.tensor(sources, device=self.device)))
+        source, target = put(sources, self.device), put(targets, self.device)
+        self.kv.index_copy_(1, target, self.kv.index_select(1, source))
 
     def scrub(self) -> None:
         """Zero every page that was taken since the last scrub."""
         if self._dirty:
-            self.kv.index_fill_(1, torch.tensor(self._dirty, device=self.device), 0.0)
+            self.kv.index_fill_(1, put(self._dirty, self.device), 0.0)
             self._dirty.clear()
 
     def sleep(self) -> None:
@@ -215,7 +216,7 @@ class StateSlots:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy states and windows of every layer from slots to slots; the targets are then clean."""
-        source, target = (torch.tensor(s, device=self.device) for s in (sources, targets))
+        source, target = put(sources, self.device), put(targets, self.device)
         for pool in self._awake():
             pool.index_copy_(1, target, pool.index_select(1, source))
         self._dirty = [slot for slot in self._dirty if slot not in set(targets)]
@@ -223,7 +224,7 @@ class StateSlots:
     def scrub(self) -> None:
         """Zero every slot that was taken since the last scrub: S = 0 is also where a request starts."""
         if self._dirty:
-            index = torch.tensor(self._dirty, device=self.device)
+            index = put(self._dirty, self.device)
             for pool in self._awake():
                 pool.index_fill_(1, index, 0.0)
             self._dirty.clear()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from miles_k3.k3.ops.kda import Chunks
 from miles_k3.k3.ops.packed import Packed
+from miles_k3.rollout.cache.device import put
 from miles_k3.rollout.cache.pools import LatentPages, StateSlots
 
 
@@ -47,9 +48,9 @@ class CacheRows:
         return cls(
             slots=slots,
             pages=pages,
-            slots_B=slots_B.to(device),
+            slots_B=put(slots_B, device),
             slot_range=(first, first + count) if consecutive else None,
-            write_T=write_T.to(device),
+            write_T=put(write_T, device),
         )
 
 
@@ -116,10 +117,10 @@ def decode_batch(
     positions_S = torch.arange(longest * pages.page_size)
     bias_BS = torch.zeros(len(owners), len(positions_S)).masked_fill_(positions_S > contexts_B[:, None], -torch.inf)
     return DecodeBatch(
-        tokens_T=torch.tensor(tokens).to(slots.device),
+        tokens_T=put(tokens, slots.device),
         cache=CacheRows.of(slots, pages, slots_B, pages.rows_of(slots_B, contexts_B)),
-        table_BP=pages.table_SP[slots_B, :longest].to(slots.device),
-        bias_B1S=bias_BS.unsqueeze(1).to(slots.device),
+        table_BP=put(pages.table_SP[slots_B, :longest], slots.device),
+        bias_B1S=put(bias_BS.unsqueeze(1), slots.device),
     )
 
 
@@ -136,7 +137,7 @@ def chunk_batch(
         positions_T = host.cols_T + torch.tensor([c.context for c in chunks])[host.rows_T]
         cache = CacheRows.of(*pools, slots_B, pools[1].rows_of(slots_B[host.rows_T], positions_T))
     return ChunkBatch(
-        tokens_T=torch.tensor([t for c in chunks for t in c.tokens]).to(device),
+        tokens_T=put([t for c in chunks for t in c.tokens], device),
         packed=packed,
         chunks=Chunks.of(host).to(device),
         buckets=tuple(_bucket(chunks, members, host, cache, device) for members in _alike(chunks)),
@@ -170,7 +171,7 @@ def _bucket(
     picked = [chunks[i] for i in members]
     rows_T = None
     if len(members) < len(chunks):
-        rows_T = torch.cat([torch.arange(*host.cu_seqlens[i : i + 2].tolist()) for i in members]).to(device)
+        rows_T = put(torch.cat([torch.arange(*host.cu_seqlens[i : i + 2].tolist()) for i in members]), device)
     context = _context(picked, cache.pages, device) if cache is not None and picked[0].context else None
     return Bucket(packed=Packed.from_lengths([len(c.tokens) for c in picked], device), rows_T=rows_T, context=context)
 
@@ -183,7 +184,7 @@ def _context(chunks: Sequence[Chunk], pages: LatentPages, device: torch.device) 
     queries_BL = contexts_B[:, None] + torch.arange(int(lengths_B.max()))
     return Context(
         pages=pages,
-        table_BP=pages.table_SP[torch.tensor([c.slot for c in chunks]), :longest].to(device),
-        visible_B1LS=(positions_S <= queries_BL[:, :, None]).unsqueeze(1).to(device),
-        stale_BS1=(positions_S >= ends_B[:, None]).unsqueeze(-1).to(device),
+        table_BP=put(pages.table_SP[[c.slot for c in chunks], :longest], device),
+        visible_B1LS=put((positions_S <= queries_BL[:, :, None]).unsqueeze(1), device),
+        stale_BS1=put((positions_S >= ends_B[:, None]).unsqueeze(-1), device),
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from miles_k3.adapters.store import BASE_SLOT, AdapterSlot, AdapterStore
 from miles_k3.k3.ops.lora import ExpertLoraTerm
+from miles_k3.rollout.cache.device import put
 
 EXPERTS = "block_sparse_moe.experts."
 
@@ -33,7 +34,7 @@ class StepAdapters:
         if len(slots) == 1:
             index = slots[0][1]
             return cls() if index == BASE_SLOT else cls(((store.slots[index], None),))
-        version_T = torch.tensor(versions).repeat_interleave(torch.tensor(counts)).to(device)
+        version_T = put(torch.tensor(versions).repeat_interleave(torch.tensor(counts)), device)
         return cls(
             tuple(
                 (store.slots[index], (version_T == version).unsqueeze(1))

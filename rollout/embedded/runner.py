@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from miles_k3.adapters.store import AdapterStore
+from miles_k3.rollout.cache.device import put
 from miles_k3.rollout.cache.pools import LatentPages, StateSlots
 from miles_k3.rollout.embedded.batch import Chunk, chunk_batch, decode_batch
 from miles_k3.rollout.embedded.lora import StepAdapters
@@ -84,7 +85,7 @@ class Runner:
                 rows += [row] * len(group)
         if not members:
             return []
-        logits = self.model.logits(residual, batch.last_B[torch.tensor(rows, device=self.device)])
+        logits = self.model.logits(residual, batch.last_B.index_select(0, put(rows, self.device)))
         return self._sample(members, logits)
 
     def _fork(self, group: Sequence[Request]) -> None:
@@ -129,7 +130,7 @@ class Runner:
     # --- sampling -----------------------------------------------------------------------------------------------
     def _sample(self, requests: Sequence[Request], logits_BV: Tensor) -> list[Request]:
         """Draw a token for each request and end those that are done with it."""
-        positions_B = torch.tensor([r.position for r in requests], device=self.device)
+        positions_B = put([r.position for r in requests], self.device)
         tokens, logprobs, finite = sample(logits_BV, self._sampling_batch(requests), positions_B)
         # One transfer: float64 holds token ids and fp32 numbers exactly.
         drawn = torch.stack([tokens.double(), logprobs.double(), finite.double()]).tolist()
@@ -162,7 +163,7 @@ class Runner:
         counts = [len(c.tokens) for c in chunks]
         adapters = StepAdapters.of(self.store, [version] * len(counts), counts, self.device)
         residual, _ = self.model.hidden(batch, adapters)
-        targets_T = torch.tensor([t for s in sequences for t in s[1:]], device=self.device)
+        targets_T = put([t for s in sequences for t in s[1:]], self.device)
         parts = []
         for rows in torch.arange(len(targets_T), device=self.device).split(
             max(1, LOGIT_ELEMENTS // self.model.config.vocab_size)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from miles_k3.rollout.cache.device import put
 from miles_k3.types import SamplingParams
 
 
@@ -61,11 +62,11 @@ class SamplingBatch:
         temperature = [p.temperature or 1.0 for p in params]
         top_k = [p.top_k or vocab for p in params]
         return cls(
-            torch.tensor(temperature, device=device).unsqueeze(1),
-            torch.tensor(top_k, device=device).unsqueeze(1),
-            torch.tensor([p.top_p for p in params], device=device).unsqueeze(1),
-            torch.tensor([_signed(p.seed) for p in params], device=device),
-            torch.tensor([p.temperature == 0 for p in params], device=device),
+            put(temperature, device).unsqueeze(1),
+            put(top_k, device).unsqueeze(1),
+            put([p.top_p for p in params], device).unsqueeze(1),
+            put([_signed(p.seed) for p in params], device),
+            put([p.temperature == 0 for p in params], device),
             any(p.temperature and (p.top_k or p.top_p < 1.0) for p in params),
             any(p.temperature == 0 for p in params),
         )

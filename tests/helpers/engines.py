@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from helpers.oracle64 import Oracle64
-from helpers.tiny import tiny_adapter, tiny_base, tiny_config, tiny_weights
+from helpers.tiny import tiny_adapter, tiny_config, tiny_weights
 from torch import Tensor
 
 from miles_k3.adapters.update import make_update
 from miles_k3.k3.config import K3Config
+from miles_k3.k3.params import text_params
+from miles_k3.k3.weights import build_base
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.types import AdapterConfig, AdapterUpdate, Completion, SamplingParams
 
@@ -45,11 +47,18 @@ def weights(*, calm: bool = True, seed: int = 0) -> dict[str, Tensor]:
 
 
 def make_engine(
-    *, calm: bool = True, dtype: torch.dtype = torch.float32, base_dtype: str = "bf16", **options: Any
+    *,
+    calm: bool = True,
+    dtype: torch.dtype = torch.float32,
+    base_dtype: str = "bf16",
+    device: str = "cpu",
+    **options: Any,
 ) -> EmbeddedEngine:
     """An engine on tiny-A; `options` are the constructor's."""
-    config = tiny_config()
-    base = tiny_base(config, weights(calm=calm), dtype, base_dtype)
+    config, tensors = tiny_config(), weights(calm=calm)
+    base = build_base(
+        config, text_params(config), lambda p: tensors[p.name], dtype=dtype, device=device, base_dtype=base_dtype
+    )
     settings = {"max_lora_rank": 8, "max_running": 64, "max_sequence_tokens": 256, **options}
     return EmbeddedEngine(base, config, **settings)
 

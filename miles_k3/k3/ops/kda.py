@@ -86,7 +86,8 @@ class Chunks:
 
     def to(self, device: torch.device) -> Chunks:
         """The same maps for tensors on `device`: made on the host, they cost no synchronisation."""
-        return Chunks(self.slot_T.to(device), self.order_B.to(device), self.unorder_B.to(device), self.active)
+        maps = (x.to(device, non_blocking=True) for x in (self.slot_T, self.order_B, self.unorder_B))
+        return Chunks(*maps, self.active)
 
     def scatter(self, x: Tensor) -> Tensor:
         """[T, N, ...] -> [M, N, CHUNK, ...], zeros at the padded ends."""

@@ -33,7 +33,8 @@ class Packed:
         torch.cumsum(lens, 0, out=cu[1:])
         rows = torch.repeat_interleave(torch.arange(len(lengths)), lens)
         cols = torch.arange(int(cu[-1])) - cu[:-1].repeat_interleave(lens)
-        return cls(cu.to(device), rows.to(device), cols.to(device), len(lengths), max(lengths, default=0))
+        cu, rows, cols = (x.to(device, non_blocking=True) for x in (cu, rows, cols))
+        return cls(cu, rows, cols, len(lengths), max(lengths, default=0))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor) -> Packed:

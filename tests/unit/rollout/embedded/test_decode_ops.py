@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
@@ -64,10 +66,12 @@ def test_mla_chunk_continues_mla_expanded() -> None:
 
 def test_situ() -> None:
     hidden = torch.randn(7, 20) * 30
-    expected = situ.situ(*hidden.chunk(2, dim=-1), 4.0, 25.0)
+    gate, up = hidden.chunk(2, dim=-1)
+    expected = situ.situ(gate, up, 4.0, 25.0)
     close(decode.situ_(hidden.clone(), 4.0, 25.0), expected)
     bf16 = hidden.to(torch.bfloat16)
-    assert torch.equal(decode.situ_(bf16.clone(), 4.0, 25.0), situ.situ(*bf16.chunk(2, dim=-1), 4.0, 25.0))
+    gate, up = bf16.chunk(2, dim=-1)
+    assert torch.equal(decode.situ_(bf16.clone(), 4.0, 25.0), situ.situ(gate, up, 4.0, 25.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,45 +97,55 @@ def test_residual_bank() -> None:
     close(residual.select(torch.tensor([5, 0, 5])).mix(query), expected[[5, 0, 5]])
 
 
-def expert_case(masked: bool) -> tuple[Tensor, ...] | dict:
-    tokens, experts, rank = 20, 5, 3
-    mask = (torch.arange(tokens) % 3 > 0).unsqueeze(1) if masked else None
-    term = ExpertLoraTerm(
-        a1=torch.randn(rank, 32), b1=torch.randn(experts, 16, rank), a3=torch.randn(rank, 32),
-        b3=torch.randn(experts, 16, rank), a2=torch.randn(experts, rank, 16), b2=torch.randn(32, rank), scaling=0.7,
-        rows_T1=mask,
-    )  # fmt: skip
-    return {
-        "z": torch.randn(tokens, 32),
-        "weights": torch.rand(tokens, 2),
-        "experts": torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)]),
-        "banks": (torch.randn(experts, 32, 32) * 0.2, torch.randn(experts, 32, 16) * 0.2),
-        "lora": [term],
-    }
+@dataclass
+class ExpertCase:
+    """20 tokens, 5 experts of which each token takes 2, rank 3."""
+
+    z: Tensor
+    weights: Tensor
+    experts: Tensor
+    banks: tuple[Tensor, Tensor]
+    lora: list[ExpertLoraTerm]
+
+    @classmethod
+    def draw(cls, *, masked: bool) -> ExpertCase:
+        mask = (torch.arange(20) % 3 > 0).unsqueeze(1) if masked else None
+        term = ExpertLoraTerm(
+            a1=torch.randn(3, 32), b1=torch.randn(5, 16, 3), a3=torch.randn(3, 32), b3=torch.randn(5, 16, 3),
+            a2=torch.randn(5, 3, 16), b2=torch.randn(32, 3), scaling=0.7, rows_T1=mask,
+        )  # fmt: skip
+        return cls(
+            z=torch.randn(20, 32),
+            weights=torch.rand(20, 2),
+            experts=torch.stack([torch.randperm(5)[:2] for _ in range(20)]),
+            banks=(torch.randn(5, 32, 32) * 0.2, torch.randn(5, 32, 16) * 0.2),
+            lora=[term],
+        )
+
+    def padded(self, lora: list[ExpertLoraTerm]) -> Tensor:
+        dispatch = PaddedDispatch.of(self.experts, 5)
+        assert dispatch is not None
+        return padded_experts(
+            self.z, self.weights, dispatch, *self.banks, lora=lora, situ_beta=4.0, situ_linear_beta=25.0
+        )
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_padded_experts(masked: bool, adapted: bool) -> None:
-    case = expert_case(masked)
-    lora = case["lora"] if adapted else []
-    betas = {"situ_beta": 4.0, "situ_linear_beta": 25.0}
-    dispatch = PaddedDispatch.of(case["experts"], 5)
-    assert dispatch is not None
-    got = padded_experts(case["z"], case["weights"], dispatch, *case["banks"], lora=lora, **betas)
-    expected = latent_experts(case["z"], case["weights"], case["experts"], *case["banks"], lora=lora, **betas)
-    close(got, expected, 1e-4)
+    case = ExpertCase.draw(masked=masked)
+    lora = case.lora if adapted else []
+    expected = latent_experts(
+        case.z, case.weights, case.experts, *case.banks, lora=lora, situ_beta=4.0, situ_linear_beta=25.0
+    )
+    close(case.padded(lora), expected, 1e-4)
 
 
 def test_padded_experts_keep_bad_rows_to_themselves() -> None:
     """A NaN token, the first one, whose row also fills the empty places."""
-    case = expert_case(True)
-    dispatch = PaddedDispatch.of(case["experts"], 5)
-    assert dispatch is not None
-    case["z"][0] = torch.nan
-    out = padded_experts(
-        case["z"], case["weights"], dispatch, *case["banks"], lora=case["lora"], situ_beta=4.0, situ_linear_beta=25.0
-    )
+    case = ExpertCase.draw(masked=True)
+    case.z[0] = torch.nan
+    out = case.padded(case.lora)
     assert out[0].isnan().all()
     assert out[1:].isfinite().all()
 

@@ -1,0 +1,82 @@
+"""The same engine on a CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.engines import (
+    adapter_update,
+    answer_logits,
+    ask,
+    assert_greedy,
+    assert_idle,
+    make_engine,
+    oracle,
+    random_prompts,
+    tokens_of,
+)
+
+from miles_k3.types import SamplingParams
+
+PROMPTS = [p for p in random_prompts(12, seed=41) for _ in range(2)]
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_greedy_equals_the_oracle(adapted: bool) -> None:
+    engine, update = make_engine(device="cuda", prefill_chunk_tokens=50, max_running=10), None
+    if adapted:
+        update = adapter_update(0)
+        engine.load_adapter(update)
+    answers = ask(engine, PROMPTS)
+    assert_greedy(answer_logits(oracle(adapter=update), PROMPTS, tokens_of(answers)), answers, tolerance=1e-3)
+    assert_idle(engine)
+
+
+def test_draws_and_versions_equal_the_cpus() -> None:
+    params = [
+        SamplingParams(
+            max_new_tokens=6, seed=i, top_k=30 * (i % 2), top_p=(1.0, 0.9)[i % 2], return_routed_experts=True
+        )
+        for i in range(len(PROMPTS))
+    ]
+    answers = []
+    for device in ("cpu", "cuda"):
+        engine = make_engine(device=device, prefill_chunk_tokens=50, max_running=10)
+        engine.load_adapter(adapter_update(0))
+        answers.append(ask(engine, PROMPTS, params) + ask(engine, PROMPTS, params, adapter_version=-1))
+        engine.sleep()
+        engine.wake()
+    assert tokens_of(answers[0]) == tokens_of(answers[1])
+    for on_cpu, on_gpu in zip(*answers, strict=True):
+        assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-3)
+        assert on_gpu.routed_experts is not None
+        assert not on_gpu.routed_experts.is_cuda
+
+
+def test_decoding_waits_for_the_device_once_a_step() -> None:
+    """Only the sampled tokens come back to the host. In BF16: torch's grouped product loops on the host in fp32."""
+    engine = make_engine(device="cuda", dtype=torch.bfloat16)
+    answers = ask(engine, PROMPTS, SamplingParams(max_new_tokens=4))
+    assert all(len(a.token_ids) == 4 for a in answers)
+    sampled, original = [], torch.Tensor.tolist
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def tolist(tensor: torch.Tensor) -> list:
+                if not tensor.is_cuda:
+                    return original(tensor)
+                torch.cuda.set_sync_debug_mode("default")
+                sampled.append(tensor.shape)
+                out = original(tensor)
+                torch.cuda.set_sync_debug_mode("error")
+                return out
+
+            patch.setattr(torch.Tensor, "tolist", tolist)
+            answers = ask(engine, PROMPTS, SamplingParams(max_new_tokens=4))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(len(a.token_ids) == 4 for a in answers)
+    assert len(sampled) == engine.stats()["decode_steps"] / 2 + 1
