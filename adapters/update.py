@@ -173,5 +173,5 @@ def _shared_a_findings(tensors: Mapping[str, torch.Tensor], layout: Mapping[str,
         a, b = tensors.get(gate), tensors.get(up)
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape:
             continue  # already reported
-        if a.dtype != b.dtype or not torch.equal(a, b):
+        if a.dtype != b.dtype or (not torch.equal(a, b) and is_finite(a) and is_finite(b)):  # NaN is reported
             yield f"has different {gate} and {up}; export one A twice or set lora.share_gate_up_a: false"

@@ -142,8 +142,9 @@ def make_engine(recipe: Recipe, model: Model) -> EmbeddedEngine:
             raise
         reason = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise LaunchError(
-            f"the engine's caches for rollout.max_running {rollout.max_running}, rollout.num_pages "
-            f"{rollout.num_pages} and rollout.page_size {rollout.page_size} don't fit into memory ({reason}); lower one"
+            f"rollout.max_running {rollout.max_running}, rollout.num_pages {rollout.num_pages}, rollout.page_size "
+            f"{rollout.page_size} and rollout.max_lora_rank {rollout.max_lora_rank} don't fit into memory ({reason}); "
+            "lower one of them"
         ) from e
 
 

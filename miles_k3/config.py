@@ -59,7 +59,7 @@ class LoraSection(Section):
     """Shape of the adapter."""
 
     rank: PositiveInt = Field(default=16, description="Rank r of every factor pair.")
-    alpha: float = Field(default=32.0, gt=0.0, description="The delta is (alpha / rank) * B A x, applied once.")
+    alpha: float = Field(default=32.0, gt=0.0, le=1e6, description="The delta is (alpha / rank) * B A x, applied once.")
     share_gate_up_a: bool = Field(default=True, description="One A for gate and up of dense and shared MLPs.")
     init_from: str | None = Field(default=None, description="PEFT folder to start from; null starts at B = 0.")
 
@@ -82,7 +82,7 @@ class TaskSection(Section):
         default="auto", description="jsonl only: math-verify or exact match; auto is math."
     )
     reward_timeout_s: float = Field(
-        default=5.0, gt=0.0, description="Wall-clock limit of one grading; then reward 0, counted."
+        default=5.0, gt=0.0, le=86400.0, description="Wall-clock limit of one grading; then reward 0, counted."
     )
     reward_workers: PositiveInt = Field(default=1, description="Grading processes.")
 
@@ -92,7 +92,7 @@ class SamplingSection(Section):
 
     temperature: float = Field(default=1.0, gt=0.0, description="Must be above 0 for training.")
     top_p: Fraction = Field(default=1.0, description="Likeliest tokens up to this probability; 1 keeps all.")
-    top_k: int = Field(default=0, ge=0, description="0 keeps every token.")
+    top_k: int = Field(default=0, ge=0, lt=2**31, description="0 keeps every token.")
     max_new_tokens: PositiveInt = Field(default=64, description="Answer length limit in tokens.")
     stop: tuple[Text, ...] = Field(
         default=(), strict=False, description="Stop strings, beside the end-of-message token."
@@ -171,7 +171,7 @@ class TrainerSection(Section):
     )
     adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0, description="Decay of the gradient's mean.")
     adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0, description="Decay of the squared gradient's mean.")
-    adam_eps: float = Field(default=1e-8, gt=0.0, description="Keeps Adam's division finite.")
+    adam_eps: float = Field(default=1e-8, ge=1e-30, description="Keeps Adam's division finite.")
     weight_decay: float = Field(default=0.0, ge=0.0, description="Decoupled (AdamW), on every adapter factor.")
     grad_clip: float = Field(default=1.0, ge=0.0, description="Global gradient norm limit; 0 is off.")
     micro_batch_tokens: PositiveInt = Field(

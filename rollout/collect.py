@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -205,13 +206,20 @@ async def _run(
     return samples
 
 
+def _error_of(completion: Completion) -> str | None:
+    if completion.finish_reason is FinishReason.ERROR:
+        return completion.error or "no reason given"
+    finite = all(map(math.isfinite, completion.logprobs))
+    return None if finite else "its log-probabilities are not finite"
+
+
 def _refuse_failed(samples: Sequence[Sample]) -> None:
     """Raise EngineError when the engine failed every request: what is wrong concerns none of them in particular."""
-    errors = [s.completion.error for s in samples if s.completion.finish_reason is FinishReason.ERROR]
+    errors = [error for sample in samples if (error := _error_of(sample.completion))]
     if errors and len(errors) == len(samples):
         raise EngineError(
             f"the engine failed all {len(errors)} requests, the first with: {errors[0]}; check the model's files with "
-            "their source, and go on from the last checkpoint with --resume"
+            "their source, and that the temperature isn't next to 0"
         )
 
 

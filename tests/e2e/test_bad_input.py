@@ -86,6 +86,10 @@ def refused(done: SimpleNamespace, *parts: str) -> None:
         ("trainer.updates_per_rollout=3", ("is not a multiple of", "choose numbers that divide")),
         ("run.seed=99999999999999999999", ("run.seed: 99999999999999999999 given", "expected a number below")),
         ("run.threads=100000", ("run.threads: 100000 given, expected 1024 or less",)),
+        ("lora.alpha=1.0e+308", ("lora.alpha: 1.0e+308 given, expected 1e+06 or less",)),
+        ("trainer.adam_eps=1.0e-300", ("expected 1e-30 or more",)),
+        ("task.reward_timeout_s=1.0e+300", ("expected 86400 or less",)),
+        ("rollout.sampling.top_k=99999999999999999999", ("expected a number below",)),
         ("run.name=../up", ("expected one folder name",)),
     ],
 )
@@ -100,6 +104,7 @@ def test_recipe(train: Callable[..., SimpleNamespace], tmp_path: Path, override:
         ("trainer.parallel.tp=2", ("trainer.parallel asks for tp=2", "set tp, pp, cp and ep to 1")),
         ("rollout.page_size=100000000000", ("don't fit into memory", "lower one")),
         ("rollout.num_pages=100000000000", ("don't fit into memory", "lower one")),
+        ("rollout.max_lora_rank=100000000000", ("rollout.max_lora_rank 100000000000 don't fit into memory",)),
         ("task.max_prompt_tokens=100000", ("is 100012; the model takes", "lower one of them")),
         ("lora.init_from=/nowhere", ("/nowhere/adapter_config.json does not exist", "expected a PEFT folder")),
     ],
@@ -237,6 +242,10 @@ def test_logits_that_are_never_finite_end_the_run(train: Callable[..., SimpleNam
     done = train(f"model.path={model}")
     assert done.code == 2, done.err
     assert "not finite" in done.errors[-1]
+
+
+def test_a_temperature_that_overflows_ends_the_run(train: Callable[..., SimpleNamespace]) -> None:
+    refused(train("rollout.sampling.temperature=1.0e-308"), "failed all 16 requests", "not finite", "temperature")
 
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(

@@ -159,6 +159,13 @@ def test_non_finite(new_update, verify, value, dtype):
         verify(rehash(update, tensors={**update.tensors, W2_A: bad}))
 
 
+def test_nan_everywhere_is_not_called_a_difference_between_gate_and_up(update, verify):
+    """NaN differs from itself: one A shared by both isn't two because of that."""
+    with pytest.raises(AdapterError, match="non-finite") as e:
+        verify(rehash(update, tensors={n: torch.full_like(t, torch.nan) for n, t in update.tensors.items()}))
+    assert "has different" not in str(e.value)
+
+
 @pytest.mark.parametrize("field", ["tensors", "version", "config", "sha256"])
 def test_tampered(update, verify, field):
     if field == "tensors":
