@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "COMPLETE"
 TEMPORARY = ".tmp-"
+# What a killed process may leave: unfinished files and checkpoints, and an adapter on its way in or out (`save_peft`).
+LEFTOVERS = (f"{TEMPORARY}*", f"checkpoints/{TEMPORARY}*", ".adapter.*.tmp", ".adapter.*.old")
 # A resumed run may change these: they leave the numbers of the steps to come as they would have been (run.steps does so
 # while the learning rate doesn't decay towards it).
 RESUMABLE_KEYS = frozenset(
@@ -72,7 +74,7 @@ class RunFolder:
                 _refuse_differences(load_recipe(stored).recipe, recipe, stored)
             elif stored.is_file() and _has_begun(path):
                 raise ConfigError(f"{path} already holds a run; go on with it by --resume, or choose another run.name")
-            for leftover in [*path.glob(f"{TEMPORARY}*"), *path.glob(f"checkpoints/{TEMPORARY}*")]:
+            for leftover in [found for pattern in LEFTOVERS for found in path.glob(pattern)]:
                 log.info("removing %s, left behind by a killed process", leftover)
                 remove_tree(leftover)
             write_text(stored, dump_resolved(recipe))

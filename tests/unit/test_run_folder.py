@@ -79,6 +79,15 @@ def test_a_run_killed_before_its_first_checkpoint_resumes_at_the_start(tmp_path:
         assert run.latest_checkpoint() is None
 
 
+def test_an_export_that_was_killed_leaves_nothing_for_long(tmp_path: Path) -> None:
+    RunFolder.create(make_recipe(tmp_path)).close()
+    for name in (".adapter.0123456789ab.tmp", ".adapter.0123456789ab.old"):
+        (tmp_path / "run" / name).mkdir()
+        (tmp_path / "run" / name / "adapter_model.safetensors").touch()
+    with RunFolder.create(make_recipe(tmp_path), resume=True) as run:
+        assert sorted(p.name for p in run.path.iterdir()) == [".lock", "recipe.yaml"]
+
+
 def test_a_folder_that_was_only_locked_counts_as_new(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").touch()
