@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from miles_k3.k3.config import K3Config
-from miles_k3.k3.ops.packed import Packed
 from miles_k3.packing import pack_lengths
 from miles_k3.trainer import cpu_shim
 from miles_k3.trainer.loss import LossOutput
@@ -46,13 +45,13 @@ def train_work(micro: MicroBatch, k3: K3Config, *, device: torch.device, tempera
                entropy_gradient: bool = False, routing_replay: bool = False) -> Work:  # fmt: skip
     """The predictions where the loss mask is 1."""
     places_M = micro.loss_mask.nonzero().squeeze(1)
-    routed = micro.routed_experts if routing_replay else None
     return Work(
         stream=Stream.of(
-            micro.tokens.to(device),
-            Packed.from_cu_seqlens(micro.cu_seqlens.to(device)),
+            micro.tokens,
+            micro.cu_seqlens.diff().tolist(),
             k3,
-            None if routed is None else routed.to(device),
+            device,
+            micro.routed_experts if routing_replay else None,
         ),
         wanted=Wanted(
             places_M=places_M.to(device),
@@ -136,11 +135,11 @@ def score_works(
 
 def _score_work(sequences: list[Sequence[int]], k3: K3Config, device: torch.device, temperature: float) -> Work:
     whole = [torch.as_tensor(sequence, dtype=torch.int64) for sequence in sequences]
-    packed = Packed.from_lengths([len(s) - 1 for s in whole], device)
+    lengths = [len(s) - 1 for s in whole]
     return Work(
-        stream=Stream.of(torch.cat([s[:-1] for s in whole]).to(device), packed, k3),
+        stream=Stream.of(torch.cat([s[:-1] for s in whole]), lengths, k3, device),
         wanted=Wanted(
-            places_M=torch.arange(packed.num_tokens, device=device),
+            places_M=torch.arange(sum(lengths), device=device),
             targets_M=torch.cat([s[1:] for s in whole]).to(device),
             temperature=temperature,
         ),

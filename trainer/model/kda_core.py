@@ -49,6 +49,11 @@ class KdaMaps:
         source_PC[place_TN] = torch.arange(place_TN.shape[0], device=cols_T.device)
         return cls(first_R, cols_T[first_R], last_R, left_T[last_R], source_PC, place_TN, chunks.active)
 
+    def to(self, device: torch.device | str) -> KdaMaps:
+        """The same maps for tensors on `device`."""
+        maps = (self.first_R, self.before_R, self.last_R, self.after_R, self.source_PC, self.place_TN)
+        return KdaMaps(*(m.to(device) for m in maps), active=self.active)
+
     def step_slices(self, heads: int) -> list[slice]:
         """Rows of the chunked layout that each scan step computes."""
         ends = [heads * n for n in accumulate(self.active, initial=0)]

@@ -5,8 +5,10 @@ Shape legend: T tokens, L MoE layers, K chosen experts per token, M tokens whose
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from miles_k3.k3.config import K3Config
@@ -28,10 +30,18 @@ class Stream:
     routed_TLK: Tensor | None = None
 
     @classmethod
-    def of(cls, tokens_T: Tensor, packed: Packed, k3: K3Config, routed_TLK: Tensor | None = None) -> Stream:
-        """With the index maps of the model `k3`."""
-        maps = KdaMaps.of(packed, k3.kda_num_heads, k3.short_conv_kernel_size)
-        return cls(tokens_T=tokens_T, packed=packed, kda_maps=maps, routed_TLK=routed_TLK)
+    def of(
+        cls, tokens_T: Tensor, lengths: Sequence[int], k3: K3Config, device: torch.device | str = "cpu",
+        routed_TLK: Tensor | None = None,
+    ) -> Stream:  # fmt: skip
+        """From host tensors and the sequences' lengths; the maps are made on the host, so no device is waited for."""
+        maps = KdaMaps.of(Packed.from_lengths(tuple(lengths)), k3.kda_num_heads, k3.short_conv_kernel_size)
+        return cls(
+            tokens_T=tokens_T.to(device),
+            packed=Packed.from_lengths(tuple(lengths), device),
+            kda_maps=maps.to(device),
+            routed_TLK=None if routed_TLK is None else routed_TLK.to(device),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,7 +9,6 @@ from helpers.tiny import tiny_base
 from helpers.trainers import ADAPTER, CONFIG, adapter_tensors, tiny_trainer, weights
 
 from miles_k3.config import ParallelSection
-from miles_k3.k3.ops.packed import Packed
 from miles_k3.trainer import lora
 from miles_k3.trainer.build import transformer_config
 from miles_k3.trainer.model.stage import K3Stage
@@ -25,7 +24,7 @@ def test_two_stages_equal_one(cut: int) -> None:
     config = transformer_config(CONFIG, ParallelSection(), torch.float32)
     base = tiny_base(CONFIG, weights(True))
     stages = [K3Stage(config, CONFIG, base, factory, layers) for layers in (range(cut), range(cut, 8))]
-    stream = Stream.of(torch.cat(random_tokens(LENGTHS)), Packed.from_lengths(LENGTHS), CONFIG)
+    stream = Stream.of(torch.cat(random_tokens(LENGTHS)), LENGTHS, CONFIG)
     places = torch.arange(0, 31, 2)
     wanted = Wanted(places_M=places, targets_M=stream.tokens_T[places], temperature=1.0)
     for model in (trainer.model, *stages):

@@ -203,3 +203,33 @@ def test_other_layouts_are_refused_in_a_sentence() -> None:
 
 def test_the_adapter_config_is_exported_as_given() -> None:
     assert tiny_trainer().export_adapter().config == ADAPTER
+
+
+def test_every_factor_carries_its_rule() -> None:
+    model = tiny_trainer().model
+    factors = {name: vars(p) for name, p in model.named_parameters() if p.requires_grad}
+    assert all("factor_rule" in marks for marks in factors.values())
+    found = {
+        name: (marks["factor_rule"].reduction.value, marks["partition_dim"], marks["allreduce"])
+        for name, marks in factors.items()
+        if name.startswith("layers.7.")
+    }
+    layer = "layers.7."
+    assert found == {
+        layer + "attention.q_a_lora.a": ("none", -1, True),
+        layer + "attention.q_a_lora.b": ("none", -1, True),
+        layer + "attention.kv_a_lora.a": ("none", -1, True),
+        layer + "attention.kv_a_lora.b": ("none", -1, True),
+        layer + "attention.o_lora.a": ("none", 1, True),
+        layer + "attention.o_lora.b": ("none", -1, True),
+        layer + "moe.experts_lora.a1": ("sum_ep", -1, True),
+        layer + "moe.experts_lora.a3": ("sum_ep", -1, True),
+        layer + "moe.experts_lora.b1": ("expert_dp", -1, False),
+        layer + "moe.experts_lora.b3": ("expert_dp", -1, False),
+        layer + "moe.experts_lora.a2": ("expert_dp", -1, False),
+        layer + "moe.experts_lora.b2": ("sum_ep", -1, True),
+        layer + "moe.shared_experts.fc1_lora.a": ("sum_tp", -1, True),
+        layer + "moe.shared_experts.fc1_lora.b": ("none", 0, True),
+        layer + "moe.shared_experts.fc2_lora.a": ("none", 1, True),
+        layer + "moe.shared_experts.fc2_lora.b": ("sum_tp_under_sp", -1, True),
+    }
