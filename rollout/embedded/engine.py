@@ -47,8 +47,10 @@ class EmbeddedEngine:
     ) -> None:
         """`num_pages` 0 holds `max_running` requests of `max_sequence_tokens`. `adapter_config`: refuse any other.
 
-        Raises EngineError when `dtype` is not the base's own.
+        Raises EngineError when `config` or `dtype` are not the base's own.
         """
+        if config != base.config:
+            raise EngineError("the engine was given another config than its base was loaded with; pass the base's")
         if dtype is not None and dtype != base.dtype:
             raise EngineError(
                 f"the engine was asked for {dtype}, the base it shares is {base.dtype}; load it as {dtype}"

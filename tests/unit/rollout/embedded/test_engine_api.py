@@ -121,6 +121,13 @@ def test_another_dtype_than_the_bases() -> None:
         EmbeddedEngine(base, base.config, max_sequence_tokens=8, dtype=torch.bfloat16)
 
 
+def test_another_config_than_the_bases() -> None:
+    """A config of other eps would be silently ignored: the model computes with its base's."""
+    base = tiny_base(tiny_config(), weights())
+    with pytest.raises(EngineError, match="another config"):
+        EmbeddedEngine(base, tiny_config(mla_latent_norm_eps=1e-6), max_sequence_tokens=8)
+
+
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
 def test_score_refuses_temperatures(temperature: float) -> None:
     with pytest.raises(EngineError, match="temperature"):
