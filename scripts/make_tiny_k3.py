@@ -178,7 +178,8 @@ class TrainableK3(NaiveK3):
     @staticmethod
     def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         packed = Packed.from_lengths([q.shape[1]] * q.shape[0], q.device)
-        out, _ = kda_chunk(*(x.flatten(0, 1) for x in (q, k, v, g, beta)), packed)
+        streams = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+        out, _ = kda_chunk(streams[0], streams[1], streams[2], streams[3], streams[4], packed)
         return out.unflatten(0, q.shape[:2])
 
     def moe(self, x: Tensor, i: int) -> Tensor:

@@ -37,7 +37,6 @@ def initialize(parallel: ParallelSection, *, device: torch.device, seed: int) ->
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        atexit.register(_shut_down)
         atexit.register(_leave)
     with cpu_shim.on_cpu():
         if not parallel_state.model_parallel_is_initialized():
@@ -68,8 +67,3 @@ def layout_problems(parallel: ParallelSection, environ: Mapping[str, str]) -> li
     if (world := int(environ.get("WORLD_SIZE", "1"))) > 1:
         problems.append(f"WORLD_SIZE is {world}, but this trainer runs as one process; start it without torchrun")
     return problems
-
-
-def _shut_down() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

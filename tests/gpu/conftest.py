@@ -7,7 +7,7 @@ from helpers.golden import Golden
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
-        for item in items:
+        for item in (i for i in items if i.get_closest_marker("gpu")):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 

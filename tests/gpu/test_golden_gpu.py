@@ -20,7 +20,7 @@ from miles_k3.types import AdapterConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 ADAPTER = AdapterConfig(rank=16, alpha=32.0, share_gate_up_a=False)
-# Trainer against engine. fp32: two orders of the same sums. bf16: either is about 0.04 from fp32 on these random tokens,
+# Trainer against engine. fp32: two orders of the same sums. bf16: either is about 0.04 from fp32 on random tokens,
 # as SGLang is, and they round at different places; sampled tokens, which a run trains on, differ ten times less.
 BETWEEN = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 # Against SGLang, itself bf16: two independent errors of 0.043 add up to sqrt(2) times that.

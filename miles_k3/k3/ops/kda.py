@@ -86,8 +86,10 @@ class Chunks:
 
     def to(self, device: torch.device) -> Chunks:
         """The same maps for tensors on `device`: made on the host, they cost no synchronisation."""
-        maps = (x.to(device, non_blocking=True) for x in (self.slot_T, self.order_B, self.unorder_B))
-        return Chunks(*maps, self.active)
+        slot_T, order_B, unorder_B = (
+            x.to(device, non_blocking=True) for x in (self.slot_T, self.order_B, self.unorder_B)
+        )
+        return Chunks(slot_T, order_B, unorder_B, self.active)
 
     def scatter(self, x: Tensor) -> Tensor:
         """[T, N, ...] -> [M, N, CHUNK, ...], zeros at the padded ends."""

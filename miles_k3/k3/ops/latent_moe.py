@@ -74,7 +74,7 @@ class _GroupedLinear(torch.autograd.Function):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
         dx = F.grouped_mm(grad, weight, offs=ends) if ctx.needs_input_grad[0] else None
