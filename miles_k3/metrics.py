@@ -173,14 +173,22 @@ def format_step(step: int, total_steps: int, values: Mapping[str, float]) -> str
 
 
 def peak_memory_bytes() -> int:
-    """Peak resident memory of this process and its children: an upper bound, since peaks needn't coincide.
+    """Peak resident memory of this process plus the highest sum of its living descendants' peaks at any call so far.
 
-    Of children that have ended only the largest is known. Off Linux, living children aren't counted.
+    An upper bound of what was held at once, but for children that came and went between two calls. The system's own
+    `ru_maxrss` won't do: a child inherits its parent's size at the fork and keeps it. Off Linux it is all there is, and
+    children aren't counted.
     """
-    unit = 1 if sys.platform == "darwin" else 1024
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
-    return own + max(ended, sum(_peak_of(pid) for pid in _descendants(os.getpid())))
+    global _descendants_peak
+    own = _peak_of(os.getpid())
+    if not own:
+        unit = 1 if sys.platform == "darwin" else 1024
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    _descendants_peak = max(_descendants_peak, sum(_peak_of(pid) for pid in _descendants(os.getpid())))
+    return own + _descendants_peak
+
+
+_descendants_peak = 0
 
 
 def _descendants(pid: int) -> list[int]:
@@ -199,7 +207,7 @@ def _peak_of(pid: int) -> int:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        return 0  # it ended while we looked; from then on RUSAGE_CHILDREN knows it
+        return 0  # it ended while we looked, or there is no /proc
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
 
 

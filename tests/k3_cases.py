@@ -97,7 +97,9 @@ def peak_of_anonymous_memory() -> Iterator[list[int]]:
         return 1024 * int(text.split("RssAnon:")[1].split()[0])
 
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but kept would hide what is taken next
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: blocks above 1 MiB go back to the system when freed
+    libc.malloc_trim(0)  # memory that was freed but kept would hide what is taken next
     start, peak, stop = anonymous(), [0], threading.Event()
 
     def sample() -> None:
