@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from miles_k3.errors import EngineError
+from miles_k3.k3.config import K3Config
 from miles_k3.rollout.cache.device import put
 
 
@@ -51,6 +53,11 @@ class LatentPages:
         self._dirty: list[int] = []
         self._kv: Tensor | None = None
         self.wake()
+
+    @classmethod
+    def for_model(cls, config: K3Config, **sizes: Any) -> LatentPages:
+        """Pages of the model's MLA layers; `sizes` are the constructor's other arguments."""
+        return cls(num_layers=len(config.mla_layers), width=config.latent_cache_dim, **sizes)
 
     @property
     def kv(self) -> Tensor:
@@ -159,6 +166,19 @@ class StateSlots:
         self._dirty: list[int] = []
         self._tensors: tuple[Tensor, Tensor] | None = None
         self.wake()
+
+    @classmethod
+    def for_model(cls, config: K3Config, num_slots: int, dtype: torch.dtype, device: torch.device) -> StateSlots:
+        """Slots of the model's KDA layers."""
+        return cls(
+            num_layers=len(config.kda_layers),
+            num_slots=num_slots,
+            heads=config.kda_num_heads,
+            head_dim=config.kda_head_dim,
+            conv_width=config.short_conv_kernel_size,
+            dtype=dtype,
+            device=device,
+        )
 
     @property
     def states(self) -> Tensor:

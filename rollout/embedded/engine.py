@@ -57,8 +57,17 @@ class EmbeddedEngine:
             )
         self.config, self.max_sequence_tokens = config, max_sequence_tokens
         self.tokenizer, self.adapter_config = tokenizer, adapter_config
-        self.pages = _latent_pages(base, max_running, page_size, num_pages, max_sequence_tokens)
-        self.slots = _state_slots(base, max_running)
+        per_request = -(-max_sequence_tokens // page_size)
+        self.pages = LatentPages.for_model(
+            config,
+            num_pages=num_pages or max_running * per_request,
+            page_size=page_size,
+            num_owners=max_running,
+            max_pages_per_owner=per_request,
+            dtype=base.dtype,
+            device=base.device,
+        )
+        self.slots = StateSlots.for_model(config, max_running, base.dtype, base.device)
         self.store = AdapterStore(config, max_rank=max_lora_rank, dtype=base.dtype, device=base.device)
         self.scheduler = Scheduler(
             self.slots,
@@ -275,31 +284,3 @@ class EmbeddedEngine:
             **self.runner.seconds,
             **self.runner.counters,
         }
-
-
-def _latent_pages(
-    base: ResidentBase, max_running: int, page_size: int, num_pages: int, max_sequence_tokens: int
-) -> LatentPages:
-    per_request = -(-max_sequence_tokens // page_size)
-    return LatentPages(
-        num_layers=len(base.config.mla_layers),
-        num_pages=num_pages or max_running * per_request,
-        page_size=page_size,
-        width=base.config.latent_cache_dim,
-        num_owners=max_running,
-        max_pages_per_owner=per_request,
-        dtype=base.dtype,
-        device=base.device,
-    )
-
-
-def _state_slots(base: ResidentBase, max_running: int) -> StateSlots:
-    return StateSlots(
-        num_layers=len(base.config.kda_layers),
-        num_slots=max_running,
-        heads=base.config.kda_num_heads,
-        head_dim=base.config.kda_head_dim,
-        conv_width=base.config.short_conv_kernel_size,
-        dtype=base.dtype,
-        device=base.device,
-    )

@@ -190,7 +190,7 @@ def _naive_routes(tokens: torch.Tensor) -> torch.Tensor:
     return torch.stack(routes, dim=1)
 
 
-# --- results ------------------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 def test_results_may_enter_autograd() -> None:
     """Inference tensors can't be saved for a backward pass, so none leaves the engine."""
     engine = make_engine()
