@@ -132,6 +132,7 @@ def evaluate(
         raise ConfigError(f"--adapter {adapter}: no such folder; expected a PEFT folder with adapter_config.json")
     from miles_k3.loop import run_eval
 
+    typer.echo(f"adapter: {adapter or 'none, the base model'}", err=True)
     result = run_eval(loaded.recipe, adapter)
     for field in dataclasses.fields(result):
         value = getattr(result, field.name)

@@ -155,7 +155,7 @@ def format_step(step: int, total_steps: int, values: Mapping[str, float]) -> str
         (MISMATCH, "|dlogp|", ".1e"),
     ):
         if name in values:
-            parts.append(f"{label} {values[name]:{spec}}")
+            parts.append(f"{label} {values[name]:{spec}}".replace(" -0.0000", " 0.0000"))
     for name, label in (("rollout/dropped/error", "engine errors"), ("rollout/failures", "failed gradings"),
                         ("eval/failures", "failed in the evaluation")):  # fmt: skip
         if values.get(name, 0.0) > 0:

@@ -111,11 +111,7 @@ class RunFolder:
                 return target
             log.warning("%s is damaged (%s) and is written anew", target, damage)
             self._discard(target)
-        return self._publish(target, write, {"step": step})
-
-    def write_adapter(self, write: Callable[[Path], None]) -> Path:
-        """Let `write` fill an empty folder that then takes the place of `adapter/`."""
-        return self._publish(self.adapter, write, None)
+        return self._publish(target, write, step)
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         """The newest checkpoint whose files all have the hashes they were written with; None before the first.
@@ -158,22 +154,19 @@ class RunFolder:
     ) -> None:
         self.close()
 
-    def _publish(self, target: Path, write: Callable[[Path], None], manifest: dict | None) -> Path:
+    def _publish(self, target: Path, write: Callable[[Path], None], step: int) -> Path:
         target.parent.mkdir(exist_ok=True)
         temporary = target.parent / f"{TEMPORARY}{target.name}"
         remove_tree(temporary)
         temporary.mkdir()
         try:
             write(temporary)
-            if manifest is not None:
-                content = {**manifest, "files": _fingerprints(temporary)}
-                (temporary / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
+            content = {"step": step, "files": _fingerprints(temporary)}
+            (temporary / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
             sync_tree(temporary)
         except BaseException:
             remove_tree(temporary)
             raise
-        if target.exists():
-            self._discard(target)
         temporary.rename(target)
         sync_folder(target.parent)
         return target

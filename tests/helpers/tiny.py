@@ -55,6 +55,11 @@ def tiny_config(**changes: Any) -> K3Config:
     return K3Config(**{**_DIMS, "raw": _RAW, **changes})
 
 
+def draw_seed(seed: int, name: str) -> int:
+    """Torch's CPU generator reads the low 32 bits only, so the seed is mixed into them."""
+    return crc32(f"{seed}".encode(), crc32(name.encode())) if seed else crc32(name.encode())
+
+
 def tiny_weights(config: K3Config, seed: int = 0) -> dict[str, Tensor]:
     """Every text tensor in checkpoint form: BF16, F32, and U8 for packed experts; A_log padded with zeros.
 
@@ -64,7 +69,7 @@ def tiny_weights(config: K3Config, seed: int = 0) -> dict[str, Tensor]:
 
 
 def _draw(p: Param, config: K3Config, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed * 2**32 + crc32(p.name.encode()))
+    generator = torch.Generator().manual_seed(draw_seed(seed, p.name))
     leaf = p.name.rpartition(".")[2]
 
     def normal(*shape: int) -> Tensor:
@@ -113,7 +118,7 @@ def tiny_adapter(config: K3Config, adapter_config: AdapterConfig, seed: int = 0,
     layout = adapter_layout(config, adapter_config)
     tensors = {}
     for name, tensor in layout.items():
-        generator = torch.Generator().manual_seed(seed * 2**32 + crc32(name.encode()))
+        generator = torch.Generator().manual_seed(draw_seed(seed, name))
         tensors[name] = (torch.randn(tensor.shape, generator=generator) * scale).to(torch.bfloat16).to(dtype)
     if adapter_config.share_gate_up_a:
         for gate, up in gate_up_pairs(layout):

@@ -168,7 +168,8 @@ def test_eval_of_a_recipe_a_run_and_an_adapter(run_cli, loop: list, tmp_path: Pa
         missing = run_cli("eval", str(run.path))
         assert missing.code == 2
         assert "has exported no adapter yet" in missing.err
-        run.write_adapter(lambda folder: (folder / "adapter_config.json").touch())
+        run.adapter.mkdir()
+        (run.adapter / "adapter_config.json").touch()
         run_cli("eval", str(run.path), "--set", "eval.prompts=7")
         assert loop[1][1] == run.adapter
         assert loop[1][0].eval.prompts == 7

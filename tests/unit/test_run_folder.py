@@ -185,13 +185,6 @@ def test_a_failing_writer_leaves_nothing(tmp_path: Path) -> None:
         assert [p.name for p in run.checkpoints.iterdir()] == ["step-000005"]
 
 
-def test_the_adapter_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    with RunFolder.create(make_recipe(tmp_path)) as run:
-        run.write_adapter(lambda p: (p / "old").touch())
-        run.write_adapter(lambda p: (p / "new").touch())
-        assert [p.name for p in run.adapter.iterdir()] == ["new"]
-
-
 KILLED_AT_EVERY_CALL = """
 import os, signal, sys
 from pathlib import Path
