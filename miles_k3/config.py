@@ -243,6 +243,7 @@ class Recipe(Section):
                 f"micro-batch holds {self.trainer.micro_batch_tokens}; set trainer.micro_batch_tokens: {longest} or "
                 "more, or lower one of the others"
             )
+        problems += self._idle_clipping()
         num_pages, page_size = self.rollout.num_pages, self.rollout.page_size
         if 0 < num_pages * page_size < longest:
             problems.append(
@@ -253,3 +254,16 @@ class Recipe(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _idle_clipping(self) -> list[str]:
+        """With one update a harvest the policy is the one before it, so no ratio is ever clipped."""
+        if self.trainer.updates_per_rollout > 1:
+            return []
+        usual = {"clip_low": AlgorithmSection().clip_low, "clip_high": AlgorithmSection().clip_high, "dual_clip": None}
+        return [
+            f"algorithm.{name} is {getattr(self.algorithm, name)} but would do nothing: with "
+            "trainer.updates_per_rollout 1 the ratio to the policy before the harvest is always 1; set "
+            f"trainer.updates_per_rollout: 2 or more, or leave algorithm.{name} at {value or 'null'}"
+            for name, value in usual.items()
+            if getattr(self.algorithm, name) != value
+        ]

@@ -147,6 +147,8 @@ def test_paths_start_from_the_file_that_spells_them(tmp_path: Path, monkeypatch:
         ("rollout: {group_size: 1}", "rollout.group_size is 1 but algorithm.advantage 'grpo' compares samples"),
         ("lora: {rank: 64}", "lora.rank is 64 but the engine's slots hold rank 16; set rollout.max_lora_rank: 64"),
         ("trainer: {updates_per_rollout: 5}", "rollout.prompts_per_step 32 is not a multiple of"),
+        ("algorithm: {clip_high: 0.3}", "algorithm.clip_high is 0.3 but would do nothing"),
+        ("algorithm: {dual_clip: 3.0}", "2 or more, or leave algorithm.dual_clip at null"),
         ("trainer: {micro_batch_tokens: 100}", "set trainer.micro_batch_tokens: 1088 or more"),
         ("rollout: {num_pages: 2}", "set rollout.num_pages: 68 or more, or 0"),
         ("run: {steps: 1, steps: 2}", "run.steps: given twice, first on line 3; keep one"),
