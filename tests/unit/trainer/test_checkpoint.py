@@ -99,3 +99,9 @@ def test_another_adapter_shape_is_refused(tmp_path: Path) -> None:
     make(torch.float32).save(tmp_path)
     with pytest.raises(CheckpointError, match="was trained with the adapter"):
         tiny_trainer(adapter=AdapterConfig(rank=4, alpha=12.0)).load(tmp_path)
+
+
+def test_a_write_that_the_system_refuses_is_one_sentence(tmp_path: Path) -> None:
+    """safetensors reports a full or missing place in a form of its own, which is no OSError."""
+    with pytest.raises(CheckpointError, match=r"trainer\.safetensors can't be written .*go on with --resume"):
+        tiny_trainer().save(tmp_path / "not there")
