@@ -34,6 +34,7 @@ from miles_k3.adapters.peft_config import CONFIG_FILE, peft_config, read_peft_co
 from miles_k3.adapters.tensor_file import Entry, write_tensors
 from miles_k3.adapters.update import DTYPES, adapter_sha256, is_finite, key_findings, listed
 from miles_k3.errors import AdapterError
+from miles_k3.files import sync_folder
 from miles_k3.k3.config import K3Config
 from miles_k3.types import AdapterConfig, AdapterUpdate
 
@@ -67,7 +68,7 @@ def save_peft(
             file.flush()
             os.fsync(file.fileno())
         write_tensors(temp / TENSOR_FILE, entries)
-        _fsync_folder(temp)
+        sync_folder(temp)
         _publish(temp, folder, overwrite)
     finally:
         shutil.rmtree(temp, ignore_errors=True)  # gone already when it was published
@@ -116,15 +117,7 @@ def _publish(temp: Path, folder: Path, overwrite: bool) -> None:
         raise AdapterError(f"{folder} is a file; choose a folder for the adapter")
     else:
         temp.rename(folder)
-    _fsync_folder(folder.parent)
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder.parent)
 
 
 # --- in ---------------------------------------------------------------------------------------------------------------

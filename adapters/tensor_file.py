@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from miles_k3.adapters.update import tensor_bytes
+from miles_k3.k3.safetensors_header import encode_header
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -32,16 +32,9 @@ class Entry(NamedTuple):
 def write_tensors(path: Path, entries: Iterable[Entry]) -> None:
     """Write and fsync a new safetensors file: wider types first, then by name, so every tensor is aligned."""
     ordered = sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for e in ordered:
-        end = offset + e.num_bytes
-        header[e.name] = {"dtype": _NAMES[e.dtype], "shape": list(e.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    header = encode_header((e.name, _NAMES[e.dtype], e.shape, e.num_bytes) for e in ordered)
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for e in ordered:
             for chunk in tensor_bytes(e.make()):
                 file.write(chunk)

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from miles_k3.config import Recipe
-from miles_k3.errors import CheckpointError, ConfigError, LaunchError
+from miles_k3.errors import ConfigError, LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.weights import ResidentBase, load_base
 from miles_k3.protocols import Engine, Trainer
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.tasks.registry import GradedTask, make_task
 from miles_k3.rollout.tasks.rewards import RewardPool
+from miles_k3.tokenizer import load_tokenizer
 from miles_k3.types import AdapterConfig
 
-PROBE = "2 + 2 = ?"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -78,45 +78,6 @@ def pick_device(wanted: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
-
-
-def load_tokenizer(folder: str) -> Any:
-    """The folder's own tokenizer, offline.
-
-    Raises CheckpointError when it can't be read, or has no chat template, or one that loses the question.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as e:  # what foreign readers raise on a torn file is anything at all
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise CheckpointError(
-            f"{folder}: no tokenizer that transformers can read ({reason}); copy tokenizer.json and "
-            "tokenizer_config.json again"
-        ) from e
-    if not tokenizer.chat_template:
-        raise CheckpointError(f"{folder}: the tokenizer has no chat template; put chat_template.jinja beside it")
-    _check_template(folder, tokenizer)
-    return tokenizer
-
-
-def _check_template(folder: str, tokenizer: Any) -> None:
-    """Raise CheckpointError unless a question comes through the chat template."""
-    from jinja2 import TemplateError
-
-    try:
-        messages = [{"role": "user", "content": PROBE}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, ValueError, TypeError) as e:
-        raise CheckpointError(
-            f"{folder}: the chat template can't be rendered ({e}); copy chat_template.jinja again"
-        ) from e
-    if PROBE not in text:
-        raise CheckpointError(
-            f"{folder}: the chat template makes {text!r} of the question {PROBE!r}, which isn't in it; "
-            "copy chat_template.jinja again"
-        )
 
 
 def adapter_config(recipe: Recipe) -> AdapterConfig:

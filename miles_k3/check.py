@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_k3.config import Recipe
-from miles_k3.errors import MilesError
+from miles_k3.errors import CheckpointError, MilesError
 from miles_k3.estimate import available_bytes, checkpoint_bytes, memory_estimate
+from miles_k3.tokenizer import PROBE, read_tokenizer, render_probe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -128,15 +129,10 @@ def _check_tokenizer(found: _Findings, recipe: Recipe, config: K3Config | None) 
     if not (Path(folder) / "tokenizer.json").is_file():
         found.add("tokenizer", False, f"{folder}/tokenizer.json does not exist; copy it from the model's source")
         return None
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # noqa: BLE001 what foreign readers raise on a torn file is anything at all
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        found.add(
-            "tokenizer", False, f"{folder}: transformers can't load the tokenizer ({reason}); copy its files again"
-        )
+        tokenizer = read_tokenizer(folder)
+    except CheckpointError as error:
+        found.add("tokenizer", False, f"transformers can't load the tokenizer: {error}")
         return None
     size = len(tokenizer)
     fits = config is None or size <= config.vocab_size
@@ -146,19 +142,11 @@ def _check_tokenizer(found: _Findings, recipe: Recipe, config: K3Config | None) 
 
 
 def _check_template(found: _Findings, folder: str, tokenizer: Any) -> bool:
-    from jinja2 import TemplateError
-
-    if not tokenizer.chat_template:
-        found.add("template", False, f"{folder} has no chat template; add chat_template.jinja")
-        return False
-    try:
-        messages = [{"role": "user", "content": "2 + 2 = ?"}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, ValueError, TypeError) as error:
-        found.add("template", False, f"the chat template of {folder} can't be rendered: {error}")
-        return False
-    found.add("template", "2 + 2 = ?" in text, f"a question becomes {text!r}")
-    return "2 + 2 = ?" in text
+    with found.asking("template"):
+        text = render_probe(folder, tokenizer)
+        found.add("template", PROBE in text, f"a question becomes {text!r}")
+        return PROBE in text
+    return False
 
 
 def _check_task(found: _Findings, recipe: Recipe, tokenizer: Any) -> None:

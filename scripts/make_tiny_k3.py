@@ -30,7 +30,7 @@ from miles_k3.k3.naive import NaiveK3
 from miles_k3.k3.ops import mxfp4
 from miles_k3.k3.ops.kda import kda_chunk
 from miles_k3.k3.ops.packed import Packed
-from miles_k3.k3.params import DType, Param, Part, expert_prefix, moe_prefix, text_params
+from miles_k3.k3.params import DType, Param, Part, expert_prefix, text_params
 from miles_k3.k3.safetensors_io import write_checkpoint
 from miles_k3.rollout.tasks.reasoning_gym import is_held_out
 
@@ -182,21 +182,10 @@ class TrainableK3(NaiveK3):
         out, _ = kda_chunk(streams[0], streams[1], streams[2], streams[3], streams[4], packed)
         return out.unflatten(0, q.shape[:2])
 
-    def moe(self, x: Tensor, i: int) -> Tensor:
-        c, p = self.config, moe_prefix(i)
-        scores = torch.sigmoid(x @ self.weight(p + "gate.weight").t())
-        chosen = (
-            (scores + self.weight(p + "gate.e_score_correction_bias")).topk(c.num_experts_per_token, dim=-1).indices
-        )
-        weights = scores.gather(-1, chosen)
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = torch.zeros_like(scores).scatter(-1, chosen, weights)
-        z = self.linear(x, p + "routed_expert_down_proj")
+    def experts(self, z: Tensor, weights: Tensor, i: int) -> Tensor:
         w1, w3, w2 = (self.stacked(i, n) for n in ("w1", "w3", "w2"))
         hidden = self.situ(torch.einsum("btz,eiz->btei", z, w1), torch.einsum("btz,eiz->btei", z, w3))
-        combined = torch.einsum("btei,ezi->btz", hidden * weights.unsqueeze(-1), w2)
-        combined = self.norm(combined, p + "routed_expert_norm.weight", c.rms_norm_eps)
-        return self.linear(combined, p + "routed_expert_up_proj") + self.mlp(x, p + "shared_experts.")
+        return torch.einsum("btei,ezi->btz", hidden * weights.unsqueeze(-1), w2)
 
     def stacked(self, layer: int, which: str) -> Tensor:
         return torch.stack(

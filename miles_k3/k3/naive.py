@@ -180,10 +180,15 @@ class NaiveK3:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = torch.zeros_like(scores).scatter(-1, chosen, weights * c.routed_scaling_factor)
         z = self.linear(x, p + "routed_expert_down_proj")
-        combined = torch.zeros_like(z)
-        for e in range(c.num_experts):
-            hidden = self.situ(self.expert_linear(z, i, e, "w1"), self.expert_linear(z, i, e, "w3"))
-            combined = combined + weights[..., e : e + 1] * self.expert_linear(hidden, i, e, "w2")
+        combined = self.experts(z, weights, i)
         if c.latent_moe_use_norm:
             combined = self.norm(combined, p + "routed_expert_norm.weight", c.rms_norm_eps)
         return self.linear(combined, p + "routed_expert_up_proj") + self.mlp(x, mlp_prefix(c, i))
+
+    def experts(self, z: Tensor, weights: Tensor, i: int) -> Tensor:
+        """Every expert on every token, weighted; `weights` [B, T, E] is 0 where an expert was not chosen."""
+        combined = torch.zeros_like(z)
+        for e in range(self.config.num_experts):
+            hidden = self.situ(self.expert_linear(z, i, e, "w1"), self.expert_linear(z, i, e, "w3"))
+            combined = combined + weights[..., e : e + 1] * self.expert_linear(hidden, i, e, "w2")
+        return combined

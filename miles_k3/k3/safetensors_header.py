@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -101,3 +102,15 @@ def _layout_problems(raw: dict[str, Any], available: int) -> list[str]:
     if not out and available > reached:
         out.append(f"{available} bytes of data, its header speaks of {reached}")
     return out
+
+
+def encode_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """The bytes before the data: `tensors` gives (name, dtype, shape, bytes) in the order in which the data follows."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape, num_bytes in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + num_bytes]}
+        at += num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +17,7 @@ from torch import Tensor
 from miles_k3.errors import CheckpointError
 from miles_k3.files import sync_folder
 from miles_k3.k3.params import DType, Param, Part
-from miles_k3.k3.safetensors_header import TensorHeader, read_header, shown
+from miles_k3.k3.safetensors_header import TensorHeader, encode_header, read_header, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -213,15 +212,8 @@ def _shard_name(i: int, count: int) -> str:
 
 
 def _write_shard(path: Path, shard: Sequence[Param], get: Callable[[Param], Tensor]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for p in shard:
-        header[p.name] = {"dtype": p.dtype.value, "shape": list(p.shape), "data_offsets": [at, at + p.num_bytes]}
-        at += p.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with _NewFile(path) as file:
-        file.write(struct.pack("<Q", len(text)) + text, "")
+        file.write(encode_header((p.name, p.dtype.value, p.shape, p.num_bytes) for p in shard), "")
         for p in shard:
             file.write(_bytes_of(p, get(p), path), f": tensor {p.name}")
 

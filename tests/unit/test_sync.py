@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from miles_k3 import sync
-from miles_k3.assemble import load_tokenizer
 from miles_k3.errors import SyncError
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.tasks.registry import make_task
+from miles_k3.tokenizer import load_tokenizer
 
 SENT = SimpleNamespace(version=1, payload_bytes=8, load_s=0.0)
 

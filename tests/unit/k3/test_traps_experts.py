@@ -119,7 +119,7 @@ NORM = 'self.norm(combined, p + "routed_expert_norm.weight", c.rms_norm_eps)'
             (
                 WEIGHED,
                 'weights[..., e : e + 1] * self.norm(self.expert_linear(hidden, i, e, "w2"), '
-                'p + "routed_expert_norm.weight", c.rms_norm_eps)',
+                'moe_prefix(i) + "routed_expert_norm.weight", self.config.rms_norm_eps)',
             ),
             (NORM, "combined"),
         ),
