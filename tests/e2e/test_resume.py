@@ -73,11 +73,15 @@ def test_killed_while_a_checkpoint_is_written(tmp_path: Path, uninterrupted: lis
 
 
 def test_terminated_run_ends_with_a_checkpoint_and_goes_on(tmp_path: Path, uninterrupted: list[dict]) -> None:
-    process = start(train_command(tmp_path, *STEPS), **ENV)
+    # Saves nothing by itself, so that what is there came from the signal.
+    process = start(train_command(tmp_path, *STEPS, "run.save_every=0"), **ENV)
     wait_for_step(tmp_path, 1, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert "--resume" in output
+    last = read_results(tmp_path)[-1]["step"]
+    assert last < 4, "the signal came too late to test anything"
+    assert (tmp_path / "tiny-cpu" / "checkpoints" / f"step-{last:06d}" / "COMPLETE").exists()
     train_here(tmp_path, *STEPS, resume=True)
     assert read_results(tmp_path) == uninterrupted
