@@ -150,15 +150,28 @@ class AlgorithmSection(Section):
         description="Truncated importance correction: weight min(p_trainer / p_engine, cap); null is off.",
     )
     entropy_coef: float = Field(default=0.0, ge=0.0, description="Weight of the entropy bonus.")
+    routing_replay: bool = Field(
+        default=False, description="The trainer takes the experts that the engine chose instead of routing afresh."
+    )
 
 
 class ParallelSection(Section):
-    """Megatron layout; the product of tp, pp, cp and dp is the world size."""
+    """Megatron layout. Data-parallel ranks are what is left: world size / (tp * pp * cp)."""
 
     tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks.")
-    pp: PositiveInt = Field(default=1, description="Pipeline stages.")
-    cp: PositiveInt = Field(default=1, description="Context-parallel ranks.")
-    ep: PositiveInt = Field(default=1, description="Expert-parallel ranks.")
+    sequence_parallel: bool = Field(
+        default=True, description="Split activations between sublayers over the tensor-parallel ranks; MoE needs it."
+    )
+    pp: PositiveInt = Field(default=1, description="Pipeline-parallel ranks.")
+    vpp: PositiveInt = Field(default=1, description="Virtual stages a pipeline rank (interleaved schedule).")
+    stage_layers: tuple[PositiveInt, ...] | None = Field(
+        default=None, strict=False,
+        description="Layers of each of the pp * vpp stages, in model order; null: equal, the last takes what is left.",
+    )  # fmt: skip
+    cp: PositiveInt = Field(default=1, description="Context-parallel ranks: they share the tokens of a micro-batch.")
+    ep: PositiveInt = Field(
+        default=1, description="Expert-parallel ranks; they are ranks of tp * cp * dp, so they add none to the world."
+    )
 
 
 class TrainerSection(Section):
@@ -180,6 +193,25 @@ class TrainerSection(Section):
     updates_per_rollout: PositiveInt = Field(
         default=1, description="Optimizer steps per harvest: the groups are split into this many batches."
     )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none", description="Activations computed again in the backward: recompute_sublayers, or whole layers."
+    )
+    recompute_sublayers: tuple[Literal["attention", "mlp"], ...] = Field(
+        default=("mlp",), strict=False, description="What recompute: selective does not keep."
+    )
+    mla_attention: Literal["torch", "transformer_engine"] = Field(
+        default="torch", description="Core attention of MLA layers; transformer_engine must be installed."
+    )
+    kda_kernel: Literal["auto", "torch", "fla"] = Field(
+        default="auto", description="Delta rule of KDA layers; auto takes fla's Triton kernels on CUDA in bfloat16."
+    )
+    distributed_optimizer: bool = Field(
+        default=True, description="Adam's masters and moments split over the data-parallel ranks."
+    )
+    sleep_while_rollout: bool = Field(
+        default=False, description="Optimizer state and gradients go to host memory while the engine samples."
+    )
+    async_checkpoint: bool = Field(default=True, description="Write checkpoints while the next step runs.")
     parallel: ParallelSection = ParallelSection()
 
 
