@@ -92,8 +92,25 @@ class Engine(Protocol):
         ...
 
 
+class Writing(Protocol):
+    """A checkpoint of the trainer on its way to disk; this rank's part of it."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once. Never blocks; not collective."""
+        ...
+
+    def wait(self) -> None:
+        """Return once this rank's files are written and flushed. Raises what the writing raised. Not collective."""
+        ...
+
+
 class Trainer(Protocol):
-    """Owns the adapter's parameters and their optimizer."""
+    """Owns the adapter's parameters and their optimizer.
+
+    One object a rank. All verbs but `sleep` and `wake` are collective: every rank of the run calls them in the same
+    order with the same arguments, and gets the same, whole result; how model and batch are split is the trainer's own
+    affair.
+    """
 
     @property
     def version(self) -> int:
@@ -101,25 +118,42 @@ class Trainer(Protocol):
         ...
 
     def step(self, batch: TrainBatch) -> StepStats:
-        """Train on one harvest: an optimizer step per mini-batch. An empty batch (all groups dropped) takes none."""
+        """Train on one harvest: an optimizer step per mini-batch. An empty batch (all groups dropped) takes none.
+
+        `batch` is the whole harvest on every rank; the trainer takes its data-parallel share itself. The statistics are
+        those of the whole.
+        """
         ...
 
     def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
-        """Like Engine.score, from the trainer's weights."""
+        """Like Engine.score, from the trainer's weights. All scores on every rank."""
         ...
 
     def export_adapter(self) -> AdapterUpdate:
-        """The whole adapter as it is now; tensors own their memory."""
+        """The whole adapter as it is now, the same bytes on every rank; tensors own their memory."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write adapter, optimizer, RNG and version into an existing empty folder."""
+    def save(self, folder: Path) -> Writing | None:
+        """Write adapter, optimizer, RNG and version into an existing empty folder, shared by all ranks.
+
+        None: this rank's part is written. Otherwise it is being written, in the state of this call, while the trainer
+        goes on; all ranks give None or none does. Nobody reads the folder before every rank has done its part.
+        """
         ...
 
     def load(self, folder: Path) -> None:
-        """Bring back what `save` wrote, bit for bit. Raises CheckpointError on anything missing or foreign."""
+        """Bring back what `save` wrote, bit for bit, also at another layout or number of ranks (random states of
+        ranks that did not exist are seeded anew). Raises CheckpointError on anything missing or foreign."""
         ...
 
     def load_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Start from an exported adapter (PEFT import): fills the parameters, leaves optimizer and version alone."""
+        ...
+
+    def sleep(self) -> None:
+        """Move optimizer state and gradients to host memory. Nothing where they are there already."""
+        ...
+
+    def wake(self) -> None:
+        """Bring them back; must have happened before `step`, `save` and `load`. Nothing while awake."""
         ...

@@ -8,24 +8,38 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Mapping
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from miles_k3.errors import LaunchError
+from miles_k3.errors import LaunchError, MilesError
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(hours=2)  # a rank may grade or checkpoint for long while the others wait
+_store: Any = None  # the launcher's key-value store, which outlives a rank that ends
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+class PeerLostError(LaunchError):
+    """Another process of the run has ended, so this one can't go on; what happened is that one's to say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Rank `rank` of `size` processes; `local_rank` counts within the host. All methods are collective."""
+    """Rank `rank` of `size` processes; `local_rank` of `local_size` on this host.
+
+    The verbs but `share` are collective: every rank calls the same ones in the same order. They raise PeerLostError
+    when another rank has ended.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1
 
     @property
     def first(self) -> bool:
@@ -39,7 +53,7 @@ class World:
         import torch.distributed as dist
 
         found: list[T] = [value] * self.size
-        dist.all_gather_object(found, value)
+        _exchange(lambda: dist.all_gather_object(found, value))
         return found
 
     def broadcast(self, value: T, source: int = 0) -> T:
@@ -49,38 +63,94 @@ class World:
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, src=source)
+        _exchange(lambda: dist.broadcast_object_list(box, src=source))
         return box[0]
 
     def any(self, flag: bool) -> bool:
         """Whether it is true on any rank."""
         return any(self.gather(bool(flag)))
 
+    def wait(self) -> None:
+        """Until every rank has come here."""
+        self.gather(None)
+
+    def everywhere(self, work: Callable[[], T]) -> list[T]:
+        """What `work` gives on each rank. A MilesError or OSError of any rank is raised on all of them.
+
+        `work` must not talk to other ranks: one that failed would leave them waiting.
+        """
+        if self.size == 1:
+            return [work()]
+        return unpack(self.gather(_attempt(work)))
+
+    def once(self, work: Callable[[], T]) -> T:
+        """What `work` gives on rank 0, which alone does it; its MilesError or OSError is raised on every rank."""
+        if self.size == 1:
+            return work()
+        return unpack([self.broadcast(_attempt(work) if self.first else None)])[0]
+
     def share(self, count: int) -> range:
         """This rank's part of `count` things: contiguous, sizes differ by one at most."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
 
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: MilesError | OSError
+
+
+def _attempt(work: Callable[[], T]) -> T | _Failed:
+    try:
+        return work()
+    except PeerLostError:
+        raise
+    except (MilesError, OSError) as error:
+        return _Failed(error)
+
+
+def unpack(outcomes: Sequence[Any]) -> list[Any]:
+    """The ranks' values; raises the lowest failing rank's error, which names the rank where others had none."""
+    failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failed)}
+    if not failed:
+        return list(outcomes)
+    rank = min(failed)
+    if len(failed) < len(outcomes):
+        failed[rank].add_note(f"rank {rank}")
+    raise failed[rank]
+
+
+def _exchange(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        raise PeerLostError(
+            "another process of this run has ended, or did not answer within "
+            f"{_TIMEOUT // timedelta(hours=1)} hours, so the run ends; its own message, or the launcher's report, "
+            "says why"
+        ) from error
+
+
 def world_of(environ: Mapping[str, str] = os.environ) -> World:
     """What the launcher's variables say. Raises LaunchError when they are incomplete or contradict one another."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    given = {name: environ[name] for name in names if name in environ}
+    given = {name: environ[name] for name in _NAMES if name in environ}
     if not given or given.get("WORLD_SIZE") == "1":
         return World()
     try:
-        rank, size, local = (int(given[name]) for name in names)
+        rank, size, local = (int(given[name]) for name in _NAMES)
+        local_size = int(environ.get("LOCAL_WORLD_SIZE", size))  # torchrun says it; otherwise take one host
     except (KeyError, ValueError):
         raise LaunchError(
-            f"the launcher set {given}; expected whole numbers in all of {', '.join(names)}: start with "
+            f"the launcher set {given}; expected whole numbers in all of {', '.join(_NAMES)}: start with "
             "torchrun --nproc-per-node N -m miles_k3 train RECIPE"
         ) from None
     if not 0 <= rank < size:
         raise LaunchError(f"RANK is {rank} of WORLD_SIZE {size}; start with torchrun, which numbers the processes")
-    return World(rank=rank, size=size, local_rank=local)
+    return World(rank=rank, size=size, local_rank=local, local_size=local_size)
 
 
 def join_world(environ: Mapping[str, str] = os.environ) -> World:
     """`world_of`, and the processes' common group where there are several: gloo for the host, NCCL for CUDA tensors."""
+    global _store
     world = world_of(environ)
     if world.size == 1:
         return world
@@ -89,7 +159,8 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
 
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
+        _store, rank, size = next(dist.rendezvous("env://", world.rank, world.size, timeout=_TIMEOUT))
+        dist.init_process_group(backend, store=_store, rank=rank, world_size=size, timeout=_TIMEOUT)
         atexit.register(leave_world)
     return world
 
@@ -100,3 +171,35 @@ def leave_world() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def first_to_say(text: str) -> bool:
+    """Whether no other rank has asked this before: of ranks that end for the same reason, one tells it."""
+    if _store is None:
+        return True
+    # The launcher ends the other ranks as soon as the first has ended; none may go between claiming and saying.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        return _store.add(f"miles-k3/said/{text}", 1) == 1
+    except RuntimeError:  # the store has gone with the rank that held it
+        return True
+
+
+def end_alone(main: Callable[[], None]) -> None:
+    """Run `main` as one process of several: a failure ends this one at once, whatever the others wait for.
+
+    The usual way out would tear the groups down, which can wait for ranks that are waiting for this one.
+    """
+    code: object = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:  # noqa: BLE001 printed in full, and the process ends with it
+        traceback.print_exc()
+        code = 1
+    if code != 0:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
