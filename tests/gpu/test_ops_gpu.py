@@ -13,6 +13,7 @@ from miles_k3.k3.ops.latent_moe import grouped_linear, grouped_linear_naive
 from miles_k3.k3.ops.mla import mla_expanded, mla_expanded_naive
 from miles_k3.k3.ops.packed import Packed
 from miles_k3.k3.ops.short_conv import short_conv, short_conv_naive
+from miles_k3.trainer.model.kda_fla import limit_autotuning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 LENGTHS = (5, 64, 17, 1, 130, 33)
@@ -57,6 +58,7 @@ def test_kda_chunk_equals_the_recurrence() -> None:
 def test_kda_chunk_equals_flas_kernel() -> None:
     """fla's kernels keep their products in tf32 or bf16: 3e-3 was measured between its own forms on this GPU."""
     chunk_kda = pytest.importorskip("fla.ops.kda").chunk_kda
+    limit_autotuning()  # tuning takes minutes
     packed = Packed.from_lengths(LENGTHS, "cuda")
     inputs = kda_inputs(4, 64)
     ours = [x.clone().requires_grad_() for x in inputs]
@@ -64,7 +66,7 @@ def test_kda_chunk_equals_flas_kernel() -> None:
     out, state = kda_chunk(q, k, v, g, beta, packed)
     theirs = [x.clone().requires_grad_() for x in inputs]
     fla_out, fla_state = chunk_kda(
-        *(x.unsqueeze(0) for x in theirs), output_final_state=True, use_qk_l2norm_in_kernel=True,
+        *(x.unsqueeze(0) for x in theirs), output_final_state=True, use_qk_l2norm_in_kernel=True, safe_gate=True,
         cu_seqlens=packed.cu_seqlens.long(),
     )  # fmt: skip
     assert relative(out, fla_out.squeeze(0)) <= 5e-3
