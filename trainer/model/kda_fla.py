@@ -144,9 +144,9 @@ def limit_autotuning() -> Callable[[], None]:
     if torch.cuda.get_device_capability()[0] == 9:
         for kernel in HOPPER:
             tuner = kernel.tuner
-            found = {} if tuner is None else {_launch(c): c for c in tuner.configs}
+            found = {_launch(c): c for c in (tuner.configs if tuner else ())}
             kept = [found[_key(wanted)] for wanted in kernel.configs if _key(wanted) in found]
-            if _key(kernel.configs[0]) in found:
+            if tuner and _key(kernel.configs[0]) in found:
                 before.append((tuner, tuner.configs))
                 tuner.configs = kept
 
