@@ -27,12 +27,12 @@ demo: env
 	@.venv/bin/miles-k3 demo
 
 test: env
-	$(TEST_ENV) $(PYTEST) -n $(WORKERS) --durations=10 $(ARGS)
+	$(TEST_ENV) $(PYTEST) -n $(WORKERS) --dist loadgroup --durations=10 $(ARGS)
 
 test-slow: env
 	$(TEST_ENV) $(PYTEST) -m slow -n $(WORKERS) --timeout=900 --durations=10 $(ARGS)
 
-# Each of these tests starts its own processes, so they run one after the other.
+# Each of these tests takes up to four processes, so they run one after the other.
 test-parallel: env
 	$(TEST_ENV) $(PYTEST) -m parallel --timeout=900 --durations=10 $(ARGS)
 

@@ -107,9 +107,10 @@ def _bf16_weight(p: Param, normal: Tensor) -> Tensor:
 
 
 def tiny_base(config: K3Config, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32,
-              base_dtype: str = "bf16") -> ResidentBase:  # fmt: skip
+              base_dtype: str = "bf16", device: str = "cpu") -> ResidentBase:  # fmt: skip
     """The resident base of `weights`, as a loader would build it."""
-    return build_base(config, text_params(config), lambda p: weights[p.name], dtype=dtype, base_dtype=base_dtype)
+    return build_base(config, text_params(config), lambda p: weights[p.name], dtype=dtype, device=device,
+                      base_dtype=base_dtype)  # fmt: skip
 
 
 def tiny_adapter(config: K3Config, adapter_config: AdapterConfig, seed: int = 0, scale: float = 0.05,
