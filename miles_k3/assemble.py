@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,12 +15,14 @@ from miles_k3.config import Recipe
 from miles_k3.errors import ConfigError, LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.weights import ResidentBase, load_base
+from miles_k3.launch import pick_device, pick_threads, refuse_launch
 from miles_k3.protocols import Engine, Trainer
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.tasks.registry import GradedTask, make_task
 from miles_k3.rollout.tasks.rewards import RewardPool
 from miles_k3.tokenizer import load_tokenizer
 from miles_k3.types import AdapterConfig
+from miles_k3.world import ALONE, World
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -37,8 +38,9 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parts:
-    """Everything that a loop works with. `trainer` is None where nothing is trained."""
+    """Everything that a loop works with on one rank. `trainer` is None where nothing is trained."""
 
+    world: World
     model: Model
     task: GradedTask
     rewards: RewardPool
@@ -47,37 +49,33 @@ class Parts:
 
 
 @contextmanager
-def assembled(recipe: Recipe, *, training: bool) -> Iterator[Parts]:
-    """The parts of `recipe`, ended in reverse order afterwards. Reward workers start while the model loads."""
-    torch.set_num_threads(recipe.run.threads or torch.get_num_threads())
+def assembled(recipe: Recipe, *, training: bool, world: World = ALONE) -> Iterator[Parts]:
+    """This rank's parts of `recipe`, ended in reverse order afterwards. Reward workers start while the model loads.
+
+    Collective. Raises LaunchError, before anything is loaded or started, when the recipe can't run on these ranks.
+    """
+    torch.set_num_threads(pick_threads(recipe.run.threads, world))
+    config = K3Config.from_folder(recipe.model.path)
+    if recipe.model.mla_latent_norm_eps is not None:
+        config = dataclasses.replace(config, mla_latent_norm_eps=recipe.model.mla_latent_norm_eps)
+    refuse_launch(recipe, config, world, training=training)
     with ExitStack() as stack:
-        config = K3Config.from_folder(recipe.model.path)
-        if recipe.model.mla_latent_norm_eps is not None:
-            config = dataclasses.replace(config, mla_latent_norm_eps=recipe.model.mla_latent_norm_eps)
-        tokenizer = load_tokenizer(recipe.model.path)
-        task = make_task(recipe.task, tokenizer, seed=recipe.run.seed)
-        workers = RewardPool(task, recipe.task.reward_workers, recipe.task.reward_timeout_s)
-        rewards = stack.enter_context(workers)
-        base = load_base(
-            recipe.model.path, config, dtype=DTYPES[recipe.model.dtype], device=pick_device(recipe.model.device),
-            base_dtype=recipe.model.base_dtype,
-        )  # fmt: skip
-        model = Model(config=config, base=base, tokenizer=tokenizer)
+        model, task, rewards = world.together(lambda: _load(recipe, config, world, stack))
         trainer = make_trainer(recipe, model) if training else None
-        engine = make_engine(recipe, model)
+        engine = world.together(lambda: make_engine(recipe, model))
         stack.callback(engine.close)
-        yield Parts(model=model, task=task, rewards=rewards, engine=engine, trainer=trainer)
+        yield Parts(world=world, model=model, task=task, rewards=rewards, engine=engine, trainer=trainer)
 
 
-def pick_device(wanted: str) -> torch.device:
-    """auto: this process's CUDA device where there is one. Raises LaunchError when CUDA is asked for and absent."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise LaunchError("model.device is cuda, but torch sees no CUDA device; set model.device: auto or cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
+def _load(recipe: Recipe, config: K3Config, world: World, stack: ExitStack) -> tuple[Model, GradedTask, RewardPool]:
+    tokenizer = load_tokenizer(recipe.model.path)
+    task = make_task(recipe.task, tokenizer, seed=recipe.run.seed)
+    rewards = stack.enter_context(RewardPool(task, recipe.task.reward_workers, recipe.task.reward_timeout_s))
+    base = load_base(
+        recipe.model.path, config, dtype=DTYPES[recipe.model.dtype],
+        device=pick_device(recipe.model.device, world.local_rank), base_dtype=recipe.model.base_dtype,
+    )  # fmt: skip
+    return Model(config=config, base=base, tokenizer=tokenizer), task, rewards
 
 
 def adapter_config(recipe: Recipe) -> AdapterConfig:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from miles_k3.config import Recipe
 from miles_k3.errors import CheckpointError, MilesError
 from miles_k3.estimate import available_bytes, checkpoint_bytes, memory_estimate
+from miles_k3.parallel import data_parallel_size, smallest_world
 from miles_k3.tokenizer import PROBE, read_tokenizer, render_probe
+from miles_k3.world import ALONE, World
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,17 +51,26 @@ class _Findings(list[Finding]):
                 self.add(name, False, line)
 
 
-def check_recipe(recipe: Recipe) -> list[Finding]:
-    """Ask every question that can be answered; what depends on a failed one is left out. Loads no weights."""
+def check_recipe(recipe: Recipe, world: World = ALONE) -> list[Finding]:
+    """Ask every question that can be answered; what depends on a failed one is left out. Loads no weights.
+
+    `world`: the ranks of the launcher; in one process the least number that the recipe's layout needs is assumed.
+    """
     found = _Findings()
     _check_sizes(found, recipe)
     config = _check_model(found, recipe)
+    assumed = world.size == 1
+    if assumed:
+        ranks = smallest_world(recipe.trainer.parallel)
+        world = World(size=ranks, local_size=_ranks_here(recipe, ranks))
+    if config is not None:
+        _check_layout(found, recipe, config, world, assumed=assumed)
     tokenizer = _check_tokenizer(found, recipe, config)
     if tokenizer is not None:
         _check_task(found, recipe, tokenizer)
     if config is not None:
         _check_disk(found, recipe, config)
-        _check_memory(found, recipe, config)
+        _check_memory(found, recipe, config, world)
     return list(found)
 
 
@@ -105,6 +116,30 @@ def _check_model(found: _Findings, recipe: Recipe) -> K3Config | None:
         found.add("length", longest <= limit, f"sequences of up to {longest} tokens, the model takes {limit}{hint}")
         _check_weights(found, folder, config)
     return config
+
+
+def _check_layout(found: _Findings, recipe: Recipe, config: K3Config, world: World, *, assumed: bool) -> None:
+    from miles_k3.launch import launch_problems, torchrun_line
+
+    problems = launch_problems(recipe, config, world)
+    for problem in problems:
+        found.add("layout", False, problem)
+    if not problems:
+        p = recipe.trainer.parallel
+        sizes = ", ".join(f"{name} {getattr(p, name)}" for name in ("tp", "pp", "vpp", "cp", "ep"))
+        dp = data_parallel_size(p, world.size)
+        which = "the least for this layout; a multiple adds data-parallel ranks" if assumed else "as started"
+        found.add(
+            "layout", True, f"{sizes}, dp {dp} on {world.size} ranks ({which}): start with {torchrun_line(world.size)}"
+        )
+
+
+def _ranks_here(recipe: Recipe, ranks: int) -> int:
+    """How many of them one host would run: one a CUDA device, all of them on a CPU."""
+    import torch
+
+    on_cuda = recipe.model.device != "cpu" and torch.cuda.is_available()
+    return min(ranks, torch.cuda.device_count()) if on_cuda else ranks
 
 
 def _check_weights(found: _Findings, folder: Path, config: K3Config) -> None:
@@ -205,9 +240,9 @@ def _check_disk(found: _Findings, recipe: Recipe, config: K3Config) -> None:
         found.add("disk", needed <= free, f"{_gb(needed)} for {kept}, {_gb(free)} free in {folder}{hint}")
 
 
-def _check_memory(found: _Findings, recipe: Recipe, config: K3Config) -> None:
+def _check_memory(found: _Findings, recipe: Recipe, config: K3Config, world: World) -> None:
     with found.asking("memory"):
-        parts = memory_estimate(recipe, config)
+        parts = memory_estimate(recipe, config, world.local_size)
         needed, (where, free) = sum(parts.values()), available_bytes(recipe.model.device)
         listed = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
         ok = needed <= MEMORY_MARGIN * free

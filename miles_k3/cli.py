@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,11 +29,21 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one value, e.g. --set trainer.lr=1.0e-4.")
 ]
 USER_ERROR = 2
+SIGNALLED = 128  # plus the signal's number, as shells have it
 
 
 def main() -> None:
     """Entry point: a MilesError becomes its sentences on stderr and exit code 2, and so does a refusal of the system,
     such as a full disk; `--debug`, wherever it is on the line, shows where the error came from."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        _main()
+        return
+    from miles_k3.world import end_alone
+
+    end_alone(_main)
+
+
+def _main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     try:
@@ -40,8 +51,13 @@ def main() -> None:
     except (MilesError, OSError) as error:
         if debug:
             raise
-        for line in (str(error) if isinstance(error, MilesError) else _os_sentence(error)).splitlines():
-            typer.echo(f"error: {line}", err=True)
+        from miles_k3.world import first_to_say
+
+        sentences = (str(error) if isinstance(error, MilesError) else _os_sentence(error)).splitlines()
+        place = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        text = "\n".join(f"error: {line}{place}" for line in sentences)
+        if first_to_say(text):
+            typer.echo(text, err=True)
         sys.exit(USER_ERROR)
 
 
@@ -76,13 +92,13 @@ def _options(
     ] = False,
 ) -> None:
     import logging
-    import os
 
     # transformers doesn't know K3's model type and says so each time it loads a tokenizer.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info" if debug else "error")
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    rank = os.environ.get("RANK", "0")
+    level = logging.DEBUG if debug else logging.INFO if rank == "0" else logging.WARNING
+    named = "" if rank == "0" else f"rank {rank}: "
+    logging.basicConfig(level=level, format=f"%(levelname)s {named}%(name)s: %(message)s", stream=sys.stderr)
     for noisy in ("megatron", "matplotlib", "urllib3", "filelock", "asyncio", "markdown_it"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
@@ -93,17 +109,26 @@ def train(
     overrides: SetOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run from its newest checkpoint.")] = False,
 ) -> None:
-    """Post-train a model as the recipe says."""
+    """Post-train a model as the recipe says. `torchrun --nproc-per-node N -m miles_k3 train` starts N ranks.
+
+    Ended by Ctrl-C or SIGTERM, it writes a checkpoint and exits with 130 or 143.
+    """
     from miles_k3.recipe import load_recipe
     from miles_k3.run_folder import RunFolder
+    from miles_k3.world import join_world
 
-    loaded = load_recipe(recipe, overrides or [])
-    with RunFolder.create(loaded.recipe, resume=resume) as run:
-        typer.echo(f"run folder: {run.path}", err=True)
+    world = join_world()
+    loaded = world.once(lambda: load_recipe(recipe, overrides or []))
+    with RunFolder.create(loaded.recipe, resume=resume, world=world) as run:
+        if world.first:
+            typer.echo(f"run folder: {run.path}", err=True)
         from miles_k3.loop import run_training
 
         result = run_training(loaded.recipe, run, resume=resume)
-    typer.echo(f"adapter: {result.adapter}; pictures: {run.plots}", err=True)
+    if world.first:
+        typer.echo(f"adapter: {result.adapter}; pictures: {run.plots}", err=True)
+    if result.stopped_by is not None:
+        raise typer.Exit(SIGNALLED + result.stopped_by)
 
 
 @app.command("eval")
@@ -119,8 +144,10 @@ def evaluate(
 
     from miles_k3.errors import ConfigError
     from miles_k3.recipe import load_recipe
+    from miles_k3.world import join_world
 
-    loaded = load_recipe(recipe, overrides or [])
+    world = join_world()
+    loaded = world.once(lambda: load_recipe(recipe, overrides or []))
     if adapter is None and loaded.path.name == "recipe.yaml" and Path(recipe).is_dir():
         adapter = Path(recipe) / "adapter"
         if not adapter.is_dir():
@@ -132,9 +159,10 @@ def evaluate(
         raise ConfigError(f"--adapter {adapter}: no such folder; expected a PEFT folder with adapter_config.json")
     from miles_k3.loop import run_eval
 
-    typer.echo(f"adapter: {adapter or 'none, the base model'}", err=True)
-    result = run_eval(loaded.recipe, adapter)
-    for field in dataclasses.fields(result):
+    if world.first:
+        typer.echo(f"adapter: {adapter or 'none, the base model'}", err=True)
+    result = run_eval(loaded.recipe, adapter, world)
+    for field in dataclasses.fields(result) if world.first else ():
         value = getattr(result, field.name)
         typer.echo(f"{field.name}: {value:.4f}" if isinstance(value, float) else f"{field.name}: {value}")
 
@@ -144,8 +172,12 @@ def check(recipe: RecipeArg, overrides: SetOption = None) -> None:
     """Try out everything a run needs, without training: model, data, template, reward, disk, memory."""
     from miles_k3.check import check_recipe, print_findings
     from miles_k3.recipe import load_recipe
+    from miles_k3.world import world_of
 
-    findings = check_recipe(load_recipe(recipe, overrides or []).recipe)
+    world = world_of()
+    if not world.first:
+        return
+    findings = check_recipe(load_recipe(recipe, overrides or []).recipe, world)
     print_findings(findings)
     if not all(finding.ok for finding in findings):
         raise typer.Exit(1)

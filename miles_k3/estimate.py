@@ -22,25 +22,42 @@ COPIES_ON_DISK = 4
 LIVE_ADAPTERS = 2  # the engine's slots
 # Per token and layer a micro-batch keeps about this many hidden-wide vectors for its backward pass.
 ACTIVATIONS_PER_LAYER = 24
+# What `recompute: selective` doesn't keep of them; `full` keeps a layer's input only.
+RECOMPUTED = {"attention": 8, "mlp": 12}
 # Logits, their gradient and the softmax between them.
 LOGIT_COPIES = 3
 
 
-def memory_estimate(recipe: Recipe, config: K3Config) -> dict[str, int]:
-    """Bytes by purpose for trainer and engine in one process with one rank."""
+def memory_estimate(recipe: Recipe, config: K3Config, ranks: int = 1) -> dict[str, int]:
+    """Bytes by purpose for trainer and engine of one rank, or of all `ranks` of a host where they share its memory.
+
+    Each rank's engine holds the whole base and its own caches. Pipeline ranks keep the micro-batches of the stages
+    behind them, so that splitting layers saves no activations.
+    """
     itemsize = FP32 if recipe.model.dtype == "float32" else BF16
-    trained = _adapter_numbers(recipe, config)
-    hidden = ACTIVATIONS_PER_LAYER * config.num_hidden_layers * config.hidden_size * itemsize
-    logits = LOGIT_COPIES * config.vocab_size * FP32
+    trained, parallel = _adapter_numbers(recipe, config), recipe.trainer.parallel
+    tokens = -(-recipe.trainer.micro_batch_tokens // parallel.cp)
+    split = parallel.tp if parallel.sequence_parallel else 1
+    hidden = _activations_per_layer(recipe) * config.num_hidden_layers * config.hidden_size * itemsize // split
+    logits = LOGIT_COPIES * config.vocab_size * FP32 // parallel.tp
     parts = {
         "base": _base_bytes(recipe, config, itemsize),
-        "adapter": trained * (COPIES_IN_TRAINING * FP32 + LIVE_ADAPTERS * itemsize),
+        "adapter": trained * COPIES_IN_TRAINING * FP32 // (parallel.tp * parallel.pp)
+        + trained * LIVE_ADAPTERS * itemsize,
         "cache": cache_bytes(recipe, config, itemsize),
-        "activations": recipe.trainer.micro_batch_tokens * (hidden + logits),
+        "activations": tokens * (hidden + logits),
     }
     if recipe.model.device == "cpu":
         parts["processes"] = PROCESS_BYTES + recipe.task.reward_workers * GRADER_BYTES
+        parts = {name: size * ranks for name, size in parts.items()}
     return parts
+
+
+def _activations_per_layer(recipe: Recipe) -> int:
+    if recipe.trainer.recompute == "full":
+        return 1
+    dropped = recipe.trainer.recompute_sublayers if recipe.trainer.recompute == "selective" else ()
+    return ACTIVATIONS_PER_LAYER - sum(RECOMPUTED[name] for name in set(dropped))
 
 
 def cache_bytes(recipe: Recipe, config: K3Config, itemsize: int) -> int:

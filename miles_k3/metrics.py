@@ -83,6 +83,22 @@ class MetricsLog:
         self.close()
 
 
+class SilentLog(MetricsLog):
+    """For the ranks that write nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class StepTimer:
     """Seconds per phase. Phases may nest: each second counts for the innermost, so that phases and `other` add up.
 

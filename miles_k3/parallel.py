@@ -5,6 +5,7 @@ Ranks are numbered as megatron numbers them: tp fastest, then cp, dp, pp.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from miles_k3.config import ParallelSection, TrainerSection
@@ -36,6 +37,12 @@ def data_parallel_size(parallel: ParallelSection, world_size: int) -> int:
     return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
 
+def smallest_world(parallel: ParallelSection) -> int:
+    """The least number of ranks that the layout runs on: one data-parallel rank, or more where ep needs them."""
+    stage = parallel.tp * parallel.cp
+    return parallel.pp * stage * (parallel.ep // math.gcd(stage, parallel.ep))
+
+
 def layout_problems(config: K3Config, section: TrainerSection, world_size: int) -> list[str]:
     """Why `section`'s layout can't run this model on `world_size` ranks, one sentence each; empty when it can."""
     p = section.parallel
@@ -53,7 +60,7 @@ def _world_problems(p: ParallelSection, world_size: int) -> Iterator[str]:
     if world_size % ranks:
         yield (
             f"trainer.parallel needs a multiple of tp {p.tp} * pp {p.pp} * cp {p.cp} = {ranks} ranks, but there are "
-            f"{world_size}; start with torchrun --nproc-per-node {ranks}, or change the layout"
+            f"{world_size}; start with torchrun --nproc-per-node {smallest_world(p)}, or change the layout"
         )
 
 

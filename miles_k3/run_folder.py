@@ -13,75 +13,63 @@ Which checkpoint is the newest is read from the folders themselves, so no pointe
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import re
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from miles_k3.checkpoints import (
+    TEMPORARY,
+    Draft,
+    discard,
+    fingerprints,
+    latest_checkpoint,
+    list_checkpoints,
+    make_draft,
+    publish_draft,
+)
 from miles_k3.config import Recipe
 from miles_k3.errors import CheckpointError, ConfigError
-from miles_k3.files import LOCK, FolderLock, remove_tree, sync_folder, sync_tree, write_text
+from miles_k3.files import LOCK, FolderLock, remove_tree, write_text
 from miles_k3.recipe import dump_resolved, flatten, load_recipe
+from miles_k3.world import ALONE, World
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "COMPLETE"
-TEMPORARY = ".tmp-"
 # What a killed process may leave: unfinished files and checkpoints, and an adapter on its way in or out (`save_peft`).
 LEFTOVERS = (f"{TEMPORARY}*", f"checkpoints/{TEMPORARY}*", ".adapter.*.tmp", ".adapter.*.old")
-# A resumed run may change these: they leave the numbers of the steps to come as they would have been (run.steps does so
-# while the learning rate doesn't decay towards it).
+# A resumed run may change these: they leave the numbers of the steps to come as they would have been; layout and memory
+# do so to within rounding, run.steps while the learning rate doesn't decay towards it.
+_RUN = ("name", "folder", "steps", "save_every", "keep_checkpoints", "wandb", "wandb_project", "threads")
+_TRAINER = ("recompute", "recompute_sublayers", "distributed_optimizer", "sleep_while_rollout", "async_checkpoint")
 RESUMABLE_KEYS = frozenset(
-    f"run.{name}"
-    for name in ("name", "folder", "steps", "save_every", "keep_checkpoints", "wandb", "wandb_project", "threads")
+    (*(f"run.{name}" for name in _RUN), *(f"trainer.{name}" for name in _TRAINER), "rollout.sleep_while_training")
 )
-RESUMABLE_SECTIONS = ("eval.",)
+RESUMABLE_SECTIONS = ("eval.", "trainer.parallel.")
 
 
 class RunFolder:
-    """The folder of one run, held by this process until `close`. Use as a context manager."""
+    """The folder of one run, held by this process until `close`. Use as a context manager.
 
-    def __init__(self, path: Path, recipe: Recipe, lock: FolderLock) -> None:
-        self.path, self.recipe, self._lock = path, recipe, lock
+    In a run of several ranks each has such an object and calls the same verbs; rank 0 holds the folder and does what is
+    to be done in it, and what it meets is every rank's outcome.
+    """
+
+    def __init__(self, path: Path, recipe: Recipe, lock: FolderLock | None, world: World = ALONE) -> None:
+        self.path, self.recipe, self._lock, self.world = path, recipe, lock, world
 
     @classmethod
-    def create(cls, recipe: Recipe, *, resume: bool = False) -> Self:
+    def create(cls, recipe: Recipe, *, resume: bool = False, world: World = ALONE) -> Self:
         """Take the folder `run.folder/run.name`: a new one, or with `resume` the one of an earlier process.
 
         Raises ConfigError when the folder is in use, when it holds a run that has begun and `resume` is off, when there
-        is nothing to resume, or when the recipe differs from the run's in more than its length, saving, logging and
-        evaluation.
+        is nothing to resume, or when the recipe differs from the run's in more than its length, saving, logging,
+        evaluation, layout and use of memory.
         """
-        path = Path(recipe.run.folder).expanduser().absolute() / recipe.run.name
-        stored = path / "recipe.yaml"
-        if resume and not stored.is_file():
-            raise ConfigError(
-                f"{path} holds no run to resume; start it without --resume, or check run.folder and run.name"
-            )
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"{path} is a file; choose another run.name or run.folder")
-        if not stored.is_file() and (found := _foreign_files(path)):
-            raise ConfigError(
-                f"{path} holds other files ({', '.join(found[:3])}); choose another run.name or run.folder"
-            )
-        lock = FolderLock.take(path)
-        try:
-            if resume:
-                _refuse_differences(load_recipe(stored).recipe, recipe, stored)
-            elif stored.is_file() and _has_begun(path):
-                raise ConfigError(f"{path} already holds a run; go on with it by --resume, or choose another run.name")
-            for leftover in [found for pattern in LEFTOVERS for found in path.glob(pattern)]:
-                log.info("removing %s, left behind by a killed process", leftover)
-                remove_tree(leftover)
-            write_text(stored, dump_resolved(recipe))
-        except BaseException:
-            lock.release()
-            raise
-        return cls(path, recipe, lock)
+        locks: list[FolderLock] = []
+        path = world.once(lambda: _take(recipe, resume, locks))
+        return cls(path, recipe, locks[0] if locks else None, world)
 
     @property
     def metrics_path(self) -> Path:
@@ -99,35 +87,48 @@ class RunFolder:
     def plots(self) -> Path:
         return self.path / "plots"
 
-    def write_checkpoint(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Let `write` fill an empty folder and publish it as the checkpoint of `step`: whole, or not at all.
+    def begin_checkpoint(self, step: int) -> Draft | None:
+        """An empty folder for every rank to write into. Collective.
 
-        A good checkpoint of the same step is kept as it is, since a run that comes by again has the same one to write.
+        None where a good checkpoint of `step` is there, since a run that comes by again has the same one to write.
         """
-        target = self.checkpoints / f"step-{step:06d}"
-        if target.exists():
-            if not (damage := find_damage(target)):
-                log.info("%s is there already", target)
-                return target
-            log.warning("%s is damaged (%s) and is written anew", target, damage)
-            self._discard(target)
-        return self._publish(target, write, step)
+        return self.world.once(lambda: make_draft(self._checkpoint_path(step), step))
+
+    def commit_checkpoint(self, draft: Draft) -> Path:
+        """Publish what the ranks have written into the draft. Collective: nothing is published before all have come."""
+        files = fingerprints(draft.folder, self.world)
+        self.world.once(lambda: publish_draft(draft, files))
+        return draft.target
+
+    def drop_checkpoint(self, draft: Draft) -> None:
+        """Remove what was written so far, where writing failed. Not collective."""
+        if self.world.first:
+            remove_tree(draft.folder)
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         """The newest checkpoint whose files all have the hashes they were written with; None before the first.
 
-        Raises CheckpointError when there are checkpoints but all are damaged: starting over would lose the run.
+        Collective. Raises CheckpointError when there are checkpoints but all are damaged: starting over would lose the
+        run.
         """
-        newest = latest_checkpoint(self.path)
-        for step, path in _list_checkpoints(self.path):
-            if newest and step > newest[0]:  # damaged: out of the way of the one that will be written in its place
-                path.rename(path.with_name(f"damaged-{path.name}"))
-        return newest
+
+        def find() -> tuple[int, Path] | None:
+            newest = latest_checkpoint(self.path)
+            for step, path in list_checkpoints(self.path):
+                if newest and step > newest[0]:  # damaged: out of the way of the one that will be written in its place
+                    path.rename(path.with_name(f"damaged-{path.name}"))
+            return newest
+
+        return self.world.once(find)
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints."""
-        for _, path in _list_checkpoints(self.path)[:-keep] if keep > 0 else []:
-            self._discard(path)
+        """Remove all but the newest `keep` checkpoints. Collective."""
+
+        def remove() -> None:
+            for _, path in list_checkpoints(self.path)[:-keep] if keep > 0 else []:
+                discard(path)
+
+        self.world.once(remove)
 
     def truncate_metrics(self, step: int) -> int:
         """Drop the lines of steps after `step`, and a torn last line, before a resumed run writes them again.
@@ -144,7 +145,11 @@ class RunFolder:
 
     def close(self) -> None:
         """Let others write the folder."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _checkpoint_path(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:06d}"
 
     def __enter__(self) -> Self:
         return self
@@ -154,75 +159,32 @@ class RunFolder:
     ) -> None:
         self.close()
 
-    def _publish(self, target: Path, write: Callable[[Path], None], step: int) -> Path:
-        target.parent.mkdir(exist_ok=True)
-        temporary = target.parent / f"{TEMPORARY}{target.name}"
-        remove_tree(temporary)
-        temporary.mkdir()
-        try:
-            write(temporary)
-            content = {"step": step, "files": _fingerprints(temporary)}
-            (temporary / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
-            sync_tree(temporary)
-        except BaseException:
-            remove_tree(temporary)
-            raise
-        temporary.rename(target)
-        sync_folder(target.parent)
-        return target
 
-    def _discard(self, path: Path) -> None:
-        """Remove a folder such that a kill half-way leaves a name that nobody takes for a whole one."""
-        doomed = path.parent / f"{TEMPORARY}old-{path.name}"
-        remove_tree(doomed)
-        path.rename(doomed)
-        remove_tree(doomed)
-
-
-def latest_checkpoint(run: Path) -> tuple[int, Path] | None:
-    """`RunFolder.latest_checkpoint` for readers that don't hold the run."""
-    found = _list_checkpoints(run)
-    for step, path in reversed(found):
-        if not (damage := find_damage(path)):
-            return step, path
-        log.warning("%s is ignored: %s", path, damage)
-    if found:
-        raise CheckpointError(
-            f"{run / 'checkpoints'}: all {len(found)} checkpoints are damaged, so the run can't go on from any; "
-            "bring one back from a copy, or start again under another run.name"
-        )
-    return None
-
-
-def find_damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint folder; None when every file is as it was written."""
+def _take(recipe: Recipe, resume: bool, locks: list[FolderLock]) -> Path:
+    """The run's folder, locked; the lock goes into `locks`, since only this process can hold it."""
+    path = Path(recipe.run.folder).expanduser().absolute() / recipe.run.name
+    stored = path / "recipe.yaml"
+    if resume and not stored.is_file():
+        raise ConfigError(f"{path} holds no run to resume; start it without --resume, or check run.folder and run.name")
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file; choose another run.name or run.folder")
+    if not stored.is_file() and (found := _foreign_files(path)):
+        raise ConfigError(f"{path} holds other files ({', '.join(found[:3])}); choose another run.name or run.folder")
+    lock = FolderLock.take(path)
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
-    except FileNotFoundError:
-        return f"it has no {MANIFEST} file, so it was never finished"
-    except (ValueError, KeyError, TypeError):
-        return f"its {MANIFEST} file can't be read"
-    try:
-        return _compare(files, checkpoint)
-    except OSError as error:
-        return f"it can't be read ({error})"
-
-
-def _compare(files: dict, checkpoint: Path) -> str | None:
-    present = {
-        name: path for path in _files_below(checkpoint) if (name := str(path.relative_to(checkpoint))) != MANIFEST
-    }
-    for name in sorted(files.keys() | present.keys()):
-        if name not in present:
-            return f"{name} is missing"
-        if name not in files:
-            return f"{name} was not there when it was written"
-        if (size := present[name].stat().st_size) != files[name]["size"]:
-            return f"{name} has {size} bytes instead of {files[name]['size']}"
-    for name, path in present.items():
-        if _sha256(path) != files[name]["sha256"]:
-            return f"{name} has other content than was written"
-    return None
+        if resume:
+            _refuse_differences(load_recipe(stored).recipe, recipe, stored)
+        elif stored.is_file() and _has_begun(path):
+            raise ConfigError(f"{path} already holds a run; go on with it by --resume, or choose another run.name")
+        for leftover in [found for pattern in LEFTOVERS for found in path.glob(pattern)]:
+            log.info("removing %s, left behind by a killed process", leftover)
+            remove_tree(leftover)
+        write_text(stored, dump_resolved(recipe))
+    except BaseException:
+        lock.release()
+        raise
+    locks.append(lock)
+    return path
 
 
 def _foreign_files(path: Path) -> list[str]:
@@ -239,11 +201,6 @@ def _has_begun(path: Path) -> bool:
     metrics = path / "metrics.jsonl"
     measured = metrics.exists() and metrics.stat().st_size > 0
     return measured or (path / "adapter").exists() or any((path / "checkpoints").glob("*"))
-
-
-def _list_checkpoints(run: Path) -> list[tuple[int, Path]]:
-    named = [(re.fullmatch(r"step-(\d+)", p.name), p) for p in (run / "checkpoints").glob("step-*")]
-    return sorted((int(match[1]), path) for match, path in named if match and path.is_dir())
 
 
 def _refuse_differences(stored: Recipe, given: Recipe, file: Path) -> None:
@@ -267,19 +224,3 @@ def _step_of(line: str, path: Path, number: int) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         raise CheckpointError(f"{path}:{number}: not a line of metrics ({line[:60]!r}); remove it to resume") from None
-
-
-def _fingerprints(folder: Path) -> dict[str, dict[str, int | str]]:
-    return {
-        str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": _sha256(path)}
-        for path in _files_below(folder)
-    }
-
-
-def _files_below(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

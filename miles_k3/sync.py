@@ -13,7 +13,8 @@ from miles_k3.adapters.transport import publish
 from miles_k3.config import Recipe
 from miles_k3.errors import DataError
 from miles_k3.protocols import Engine, Task, Trainer
-from miles_k3.types import Prompt
+from miles_k3.types import AdapterUpdate, Prompt
+from miles_k3.world import ALONE, World
 
 MIN_TRAJECTORIES = 5  # so that a router tie on one or two of them does not move the median
 
@@ -32,20 +33,28 @@ class Canary:
 
 
 class AdapterSync:
-    """Publishes each version and has both sides score the canary; remembers the answers to the last one."""
+    """Publishes each version and has both sides score the canary; remembers the answers to the last one.
 
-    def __init__(self, recipe: Recipe, canary: Canary, trainer: Trainer, engine: Engine) -> None:
-        self._trainer, self._engine, self._canary = trainer, engine, canary
+    Each rank hands the adapter to its own engine and judges that one's answers. Collective.
+    """
+
+    def __init__(self, recipe: Recipe, canary: Canary, trainer: Trainer, engine: Engine, world: World = ALONE) -> None:
+        self._trainer, self._engine, self._canary, self._world = trainer, engine, canary, world
         self._limit = canary_limit(recipe.model.dtype, recipe.sync.canary_max_diff)
         self._previous: Answers | None = None
 
     def __call__(self) -> Mapping[str, float]:
-        """Hand the trainer's adapter over and check it; metrics under `sync/`.
+        """Hand the trainer's adapter over and check it; metrics under `sync/`, of the rank that is worst off.
 
-        Raises AdapterError when the engine refuses it and SyncError when the engine's answers do not follow.
+        Raises AdapterError when an engine refuses it and SyncError when an engine's answers do not follow.
         """
-        sent = publish(self._trainer.export_adapter(), self._engine)
-        answers = Answers(trainer=self._canary.scored_by(self._trainer), engine=self._canary.scored_by(self._engine))
+        update, scores = self._trainer.export_adapter(), self._canary.scored_by(self._trainer)
+        measured = self._world.everywhere(lambda: self._hand_over(update, scores))
+        return {name: max(values[name] for values in measured) for name in measured[0]}
+
+    def _hand_over(self, update: AdapterUpdate, scores: Sequence[Tensor]) -> Mapping[str, float]:
+        sent = publish(update, self._engine)
+        answers = Answers(trainer=scores, engine=self._canary.scored_by(self._engine))
         report = check_canary(answers, max_diff=self._limit, version=sent.version, previous=self._previous)
         self._previous = answers
         moved = {} if report.trainer_moved is None else {"sync/canary_moved": report.trainer_moved}

@@ -7,6 +7,7 @@ through megatron's groups, not here.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import signal
 import sys
@@ -83,6 +84,16 @@ class World:
             return [work()]
         return unpack(self.gather(_attempt(work)))
 
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` gives here, once it has come through on every rank; values stay where they are. See `everywhere`
+        for errors."""
+        if self.size == 1:
+            return work()
+        outcome = _attempt(work)
+        unpack(self.gather(outcome if isinstance(outcome, _Failed) else None))
+        assert not isinstance(outcome, _Failed)
+        return outcome
+
     def once(self, work: Callable[[], T]) -> T:
         """What `work` gives on rank 0, which alone does it; its MilesError or OSError is raised on every rank."""
         if self.size == 1:
@@ -94,12 +105,15 @@ class World:
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
 
+ALONE = World()  # one process
+
+
 @dataclass(frozen=True, slots=True)
 class _Failed:
     error: MilesError | OSError
 
 
-def _attempt(work: Callable[[], T]) -> T | _Failed:
+def _attempt[R](work: Callable[[], R]) -> R | _Failed:
     try:
         return work()
     except PeerLostError:
@@ -156,10 +170,11 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
         return world
     import torch
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        _store, rank, size = next(dist.rendezvous("env://", world.rank, world.size, timeout=_TIMEOUT))
+        _store, rank, size = next(rendezvous("env://", world.rank, world.size, timeout=_TIMEOUT))
         dist.init_process_group(backend, store=_store, rank=rank, world_size=size, timeout=_TIMEOUT)
         atexit.register(leave_world)
     return world
@@ -181,7 +196,7 @@ def first_to_say(text: str) -> bool:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        return _store.add(f"miles-k3/said/{text}", 1) == 1
+        return _store.add(f"miles-k3/said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
     except RuntimeError:  # the store has gone with the rank that held it
         return True
 

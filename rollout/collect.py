@@ -1,7 +1,8 @@
 """From prompts to graded groups: all requests at once, each answer graded as it lands.
 
 Order never matters: a request's draws depend on (run seed, step, prompt index, sample index) only, and results are put
-back in the order of the prompts.
+back in the order of the prompts. So several ranks can each collect a share of the prompts and together get what one
+would have got; `refuse_failed` and `eval_result` judge the whole.
 """
 
 from __future__ import annotations
@@ -69,10 +70,21 @@ class EvalResult:
     failures: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalAnswer:
+    """What an evaluation keeps of one answer; `error` says why the engine failed it."""
+
+    reward: float
+    num_tokens: int
+    failure: str | None
+    error: str | None
+
+
 async def collect(
     engine: Generator,
     prompts: Sequence[Prompt],
     *,
+    first: int = 0,
     group_size: int,
     sampling: Sampling,
     stop_token_ids: Sequence[int],
@@ -85,15 +97,15 @@ async def collect(
 ) -> list[Group]:
     """`group_size` graded samples of each prompt; groups in prompt order, samples in index order.
 
-    An answer with FinishReason.ERROR or ABORT stays in its group with reward 0 and no loss tokens. With
-    `mask_truncated`, so does the loss mask of answers cut by length, which keep their reward. `progress(done, total)`
-    follows each graded answer. An error of engine or grader, and cancellation, abort all requests and propagate.
-    Raises EngineError when every answer has FinishReason.ERROR.
+    `first` is the harvest's index of the first prompt here, where these are a share of it. An answer with
+    FinishReason.ERROR or ABORT stays in its group with reward 0 and no loss tokens. With `mask_truncated`, so does the
+    loss mask of answers cut by length, which keep their reward. `progress(done, total)` follows each graded answer. An
+    error of engine or grader, and cancellation, abort all requests and propagate.
     """
     base = _params(sampling, sampling.temperature, stop_token_ids, return_routed_experts)
     requests = [
         _Request(prompt=prompt, key=("rollout", seed, step, i, j))
-        for i, prompt in enumerate(prompts)
+        for i, prompt in enumerate(prompts, first)
         for j in range(group_size)
     ]
     samples = await _run(engine, requests, base, grader, mask_truncated=mask_truncated, progress=progress)
@@ -107,31 +119,48 @@ async def evaluate(
     engine: Generator,
     prompts: Sequence[Prompt],
     *,
+    first: int = 0,
     sampling: Sampling,
     temperature: float,
     stop_token_ids: Sequence[int],
     seed: int,
     grader: AnswerGrader,
     progress: Progress | None = None,
-) -> EvalResult:
+) -> list[EvalAnswer]:
     """One answer a prompt at `temperature`, which replaces that of `sampling`. The same `seed` gives the same draws.
 
-    Raises DataError without prompts.
+    `first` is the evaluation's index of the first prompt here. `eval_result` makes the numbers of all answers.
     """
-    if not prompts:
-        raise DataError("evaluation got no prompts, expected at least one; set eval.prompts to 1 or more")
     base = _params(sampling, temperature, stop_token_ids, False)
-    requests = [_Request(prompt=prompt, key=("eval", seed, i)) for i, prompt in enumerate(prompts)]
+    requests = [_Request(prompt=prompt, key=("eval", seed, i)) for i, prompt in enumerate(prompts, first)]
     samples = await _run(engine, requests, base, grader, mask_truncated=False, progress=progress)
-    rewards = [sample.grade.reward for sample in samples]
-    failures = Counter(sample.grade.failure.split(":")[0] for sample in samples if sample.grade.failure)
+    return [
+        EvalAnswer(
+            reward=sample.grade.reward, num_tokens=len(sample.completion.token_ids), failure=sample.grade.failure,
+            error=_error_of(sample.completion),
+        )
+        for sample in samples
+    ]  # fmt: skip
+
+
+def eval_result(answers: Sequence[EvalAnswer]) -> EvalResult:
+    """The quality of all answers. Raises DataError without any, EngineError when the engine failed every one."""
+    if not answers:
+        raise DataError("evaluation got no prompts, expected at least one; set eval.prompts to 1 or more")
+    _refuse_errors([answer.error for answer in answers])
+    failures = Counter(answer.failure.split(":")[0] for answer in answers if answer.failure)
     return EvalResult(
-        accuracy=sum(reward >= 1.0 for reward in rewards) / len(samples),
-        num_prompts=len(samples),
-        mean_tokens=sum(len(sample.completion.token_ids) for sample in samples) / len(samples),
-        mean_reward=sum(rewards) / len(samples),
+        accuracy=sum(answer.reward >= 1.0 for answer in answers) / len(answers),
+        num_prompts=len(answers),
+        mean_tokens=sum(answer.num_tokens for answer in answers) / len(answers),
+        mean_reward=sum(answer.reward for answer in answers) / len(answers),
         failures=dict(failures),
     )
+
+
+def refuse_failed(groups: Sequence[Group]) -> None:
+    """Raise EngineError when the engine failed every request of a harvest: what is wrong then concerns them all."""
+    _refuse_errors([_error_of(sample.completion) for group in groups for sample in group.samples])
 
 
 def request_seed(*key: int | str) -> int:
@@ -202,7 +231,6 @@ async def _run(
         for task in tasks:  # only an error or a cancellation leaves any running; gather itself lets them run on
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    _refuse_failed(samples)
     return samples
 
 
@@ -213,12 +241,11 @@ def _error_of(completion: Completion) -> str | None:
     return None if finite else "its log-probabilities are not finite"
 
 
-def _refuse_failed(samples: Sequence[Sample]) -> None:
-    """Raise EngineError when the engine failed every request: what is wrong concerns none of them in particular."""
-    errors = [error for sample in samples if (error := _error_of(sample.completion))]
-    if errors and len(errors) == len(samples):
+def _refuse_errors(errors: Sequence[str | None]) -> None:
+    told = [error for error in errors if error]
+    if told and len(told) == len(errors):
         raise EngineError(
-            f"the engine failed all {len(errors)} requests, the first with: {errors[0]}; check the model's files with "
+            f"the engine failed all {len(told)} requests, the first with: {told[0]}; check the model's files with "
             "their source, and that the temperature isn't next to 0"
         )
 

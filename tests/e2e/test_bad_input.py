@@ -101,7 +101,8 @@ def test_recipe(train: Callable[..., SimpleNamespace], tmp_path: Path, override:
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("trainer.parallel.tp=2", ("trainer.parallel asks for tp=2", "set tp, pp, cp and ep to 1")),
+        ("trainer.parallel.tp=2", ("= 2 ranks, but there are 1; start with torchrun --nproc-per-node 2",)),
+        ("trainer.kda_kernel=fla", ("runs on CUDA, but this rank computes on the CPU",)),
         ("rollout.page_size=100000000000", ("don't fit into memory", "lower one")),
         ("rollout.num_pages=100000000000", ("don't fit into memory", "lower one")),
         ("rollout.max_lora_rank=100000000000", ("rollout.max_lora_rank 100000000000 don't fit into memory",)),

@@ -21,7 +21,7 @@ def test_short_demo_trains_evaluates_and_exports(tmp_path: Path) -> None:
     lines = read_results(tmp_path)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert result.steps == 3
-    assert not result.interrupted
+    assert result.stopped_by is None
     for line in lines[1:]:
         assert line["train/mismatch_abs"] <= 1e-4  # fp32 on both sides; the two paths differ by rounding only
         assert line["rollout/samples"] == 32

@@ -21,6 +21,7 @@ from miles_k3.k3.safetensors_io import TORCH_DTYPE, write_checkpoint
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.tasks import rewards
 from miles_k3.types import Grade
+from miles_k3.world import ALONE, World
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
@@ -105,12 +106,15 @@ def test_a_good_recipe_passes_and_every_question_was_asked(model: Path) -> None:
     findings = check_recipe(recipe_for(model))
     assert failures(findings) == []
     assert [finding.name for finding in findings] == [
-        "sizes", "model", "length", "weights", "tokenizer", "template", "task", "eval", "reward", "disk", "memory",
+        "sizes", "model", "length", "weights", "layout", "tokenizer", "template", "task", "eval", "reward", "disk",
+        "memory",
     ]  # fmt: skip
     told = {finding.name: finding.text for finding in findings}
     assert "3 KDA and 1 MLA layers, 4 experts" in told["model"]
     assert "the right answer '" in told["reward"]
     assert "gets 1, an empty one 0" in told["reward"]
+    assert "dp 1 on 1 ranks" in told["layout"]
+    assert told["layout"].endswith("start with miles-k3 train RECIPE")
     assert not (model.parent / "runs").exists(), "a dry run leaves nothing behind"
 
 
@@ -165,6 +169,9 @@ def test_a_broken_model_folder_is_found(model: Path, harm: Callable[[Path], None
         ("task.params={promt: q}", "task", "promt"),
         ("eval.prompts=1000", "eval", "eval.prompts is 1000"),
         ("task.max_prompt_tokens=5", "task", "the limit is 5"),
+        ("trainer.parallel.ep=3", "layout", "the model's 4 experts can't be split over trainer.parallel.ep 3"),
+        ("trainer.parallel.tp=4", "layout", "KDA heads 2 can't be split over trainer.parallel.tp 4"),
+        ("trainer.mla_attention=transformer_engine", "layout", "runs on CUDA, but this rank computes on the CPU"),
         ("run.keep_checkpoints=1000000000", "disk", "lower run.keep_checkpoints"),
         ("rollout.max_running=100000000", "memory", "lower rollout.max_running"),
     ],
@@ -174,6 +181,20 @@ def test_a_recipe_that_does_not_fit_is_found(model: Path, override: str, name: s
     found = failures(check_recipe(recipe_for(model, override)))
     assert {finding.name for finding in found} == {name}
     assert any(said in finding.text for finding in found), found
+
+
+@pytest.mark.usefixtures("instant_grades")
+def test_a_layout_says_how_it_is_started(model: Path) -> None:
+    layout = ("trainer.parallel.tp=2", "trainer.parallel.ep=4", "model.device=cpu")
+
+    def told(*overrides: str, world: World = ALONE) -> str:
+        findings = check_recipe(recipe_for(model, *layout, *overrides), world)
+        assert failures(findings) == []
+        return next(finding.text for finding in findings if finding.name == "layout")
+
+    assert "dp 2 on 4 ranks (the least for this layout" in told(), "ep 4 needs four ranks a stage"
+    assert told().endswith("start with torchrun --nproc-per-node 4 -m miles_k3 train RECIPE")
+    assert "dp 4 on 8 ranks (as started)" in told(world=World(size=8, local_size=4))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -40,15 +41,18 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> list:
 
     def run_training(recipe, run, *, resume):
         calls.append((recipe, run, resume))
-        return SimpleNamespace(adapter=run.adapter)
+        return SimpleNamespace(adapter=run.adapter, stopped_by=STOPPED.get(recipe.run.name))
 
     module.run_training = run_training  # type: ignore[attr-defined]
-    module.run_eval = lambda recipe, adapter: calls.append((recipe, adapter)) or RESULT  # type: ignore[attr-defined]
+    module.run_eval = lambda recipe, adapter, world: calls.append((recipe, adapter)) or RESULT  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "miles_k3.loop", module)
     demo = ModuleType("miles_k3.demo")
     demo.run_demo = calls.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "miles_k3.demo", demo)
     return calls
+
+
+STOPPED = {"by-term": signal.SIGTERM, "by-int": signal.SIGINT}
 
 
 @dataclass
@@ -130,6 +134,12 @@ def test_train_takes_the_run_folder_and_gives_it_to_the_loop(run_cli, loop: list
     assert loop[2][1].path == run.path
 
 
+@pytest.mark.parametrize(("name", "code"), [("by-term", 143), ("by-int", 130), ("to-its-end", 0)])
+def test_a_run_that_was_stopped_says_so_by_its_exit_code(run_cli, loop: list, tmp_path: Path, name, code) -> None:
+    done = run_cli("train", "tiny-cpu", "--set", f"run.folder={tmp_path}", "--set", f"run.name={name}")
+    assert done.code == code
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -187,7 +197,7 @@ def test_check_fails_when_a_finding_does(
     import miles_k3.check
 
     findings = [Finding("sizes", True, "fit"), Finding("model", ok, "[/m] " + "long " * 60)]
-    monkeypatch.setattr(miles_k3.check, "check_recipe", lambda recipe: findings)
+    monkeypatch.setattr(miles_k3.check, "check_recipe", lambda recipe, world: findings)
     done = run_cli("check", "tiny-cpu")
     assert done.code == code
     assert done.out.splitlines() == ["✓ sizes: fit", f"{mark} model: {findings[1].text}"]

@@ -8,7 +8,7 @@ import pytest
 
 from miles_k3.config import SamplingSection
 from miles_k3.errors import DataError, EngineError
-from miles_k3.rollout.collect import collect, evaluate, request_seed
+from miles_k3.rollout.collect import collect, eval_result, evaluate, refuse_failed, request_seed
 from miles_k3.types import Completion, FinishReason, Grade, Prompt, SamplingParams
 
 
@@ -92,11 +92,12 @@ def run(engine, grader=None, **options):
     return asyncio.run(collecting(engine, grader, **options))
 
 
-def run_eval(engine, grader=None, *, prompts=PROMPTS, temperature=0.0, seed=0):
+def eval_answers(engine, grader=None, *, prompts=PROMPTS, temperature=0.0, seed=0, first=0):
     return asyncio.run(
         evaluate(
             engine,
             prompts,
+            first=first,
             sampling=SAMPLING,
             temperature=temperature,
             stop_token_ids=[7],
@@ -104,6 +105,10 @@ def run_eval(engine, grader=None, *, prompts=PROMPTS, temperature=0.0, seed=0):
             grader=grader or FakeGrader(),
         )
     )
+
+
+def run_eval(engine, grader=None, **options):
+    return eval_result(eval_answers(engine, grader, **options))
 
 
 def outcome(groups):
@@ -283,6 +288,24 @@ def test_an_engine_that_fails_every_request_ends_the_run():
     with pytest.raises(EngineError, match=r"failed all 4 requests, the first with: logits are not finite; check"):
         run_eval(FakeEngine(script=script), prompts=PROMPTS[:4])
     assert run_eval(FakeEngine(script=script), prompts=PROMPTS[:5]).failures == {"error": 4}
+
+
+def test_a_harvest_of_failures_only_is_refused_as_a_whole():
+    """A share of it may fail: the others' answers decide."""
+    failed = run(FakeEngine(script=dict.fromkeys(range(8), FinishReason.ERROR)), prompts=PROMPTS[:2])
+    refuse_failed([*failed, *run(FakeEngine(), prompts=PROMPTS[2:], first=2)])
+    with pytest.raises(EngineError, match="failed all 8 requests"):
+        refuse_failed(failed)
+
+
+def test_shares_of_the_prompts_add_up_to_the_whole():
+    whole = outcome(run(FakeEngine()))
+    parts = [
+        run(FakeEngine(order=i), prompts=PROMPTS[a:b], first=a) for i, (a, b) in enumerate([(0, 2), (2, 2), (2, 5)])
+    ]
+    assert [g for part in parts for g in outcome(part)] == whole
+    answers = eval_answers(FakeEngine(), prompts=PROMPTS[:3]) + eval_answers(FakeEngine(), prompts=PROMPTS[3:], first=3)
+    assert eval_result(answers) == run_eval(FakeEngine())
 
 
 def test_evaluation_counts_failed_gradings():

@@ -1,0 +1,107 @@
+"""Whether a recipe can run on the processes and devices that there are: asked before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+from miles_k3.config import Recipe
+from miles_k3.errors import LaunchError
+from miles_k3.k3.config import K3Config
+from miles_k3.parallel import layout_problems
+from miles_k3.world import World
+
+
+def refuse_launch(recipe: Recipe, config: K3Config, world: World, *, training: bool) -> None:
+    """Raise one LaunchError, the same on every rank, with all reasons of all ranks. Collective."""
+    problems = dict.fromkeys(
+        p for found in world.gather(launch_problems(recipe, config, world, training)) for p in found
+    )
+    if problems:
+        raise LaunchError("\n".join(problems))
+
+
+def launch_problems(recipe: Recipe, config: K3Config, world: World, training: bool = True) -> list[str]:
+    """Why this process can't run its part, one sentence each. Without `training`, what only a trainer needs is left
+    out."""
+    problems = list(_device_problems(recipe, world))
+    if training:
+        problems += layout_problems(config, recipe.trainer, world.size)
+        problems += _kernel_problems(recipe)
+        if recipe.algorithm.routing_replay and not config.moe_layers:
+            problems.append("algorithm.routing_replay is true but the model has no MoE layer; set it to false")
+    return problems
+
+
+def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """auto: this process's CUDA device where there is one. Raises LaunchError when CUDA is asked for and absent."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError("model.device is cuda, but torch sees no CUDA device; set model.device: auto or cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def pick_threads(wanted: int, world: World) -> int:
+    """CPU threads of this process: `run.threads`, or torch's choice, which several ranks of a host share."""
+    if wanted or world.local_size == 1:
+        return wanted or torch.get_num_threads()
+    return max(1, len(os.sched_getaffinity(0)) // world.local_size)
+
+
+def torchrun_line(ranks: int, recipe: str = "RECIPE") -> str:
+    """How a run of that many ranks is started on one host."""
+    if ranks == 1:
+        return f"miles-k3 train {recipe}"
+    return f"torchrun --nproc-per-node {ranks} -m miles_k3 train {recipe}"
+
+
+def _device_problems(recipe: Recipe, world: World) -> Iterator[str]:
+    if recipe.model.device == "cpu":
+        if torch.cuda.is_available():
+            yield (
+                "model.device is cpu but this machine has CUDA devices, and megatron-core would compute on them; set "
+                "model.device: cuda, or hide the devices with CUDA_VISIBLE_DEVICES="
+            )
+        return
+    if not torch.cuda.is_available():
+        if recipe.model.device == "cuda":
+            yield "model.device is cuda, but torch sees no CUDA device; set model.device: auto or cpu"
+        return
+    if world.local_size > torch.cuda.device_count():
+        yield (
+            f"{world.local_size} ranks were started on a host with {torch.cuda.device_count()} visible CUDA devices; "
+            f"start with torchrun --nproc-per-node {torch.cuda.device_count()} on more hosts, or change the layout: "
+            "each rank needs a device of its own"
+        )
+
+
+def _kernel_problems(recipe: Recipe) -> Iterator[str]:
+    on_cuda = recipe.model.device != "cpu" and torch.cuda.is_available()
+    wanted = (
+        ("mla_attention", "transformer_engine", "transformer_engine.pytorch", "TransformerEngine", "torch"),
+        ("kda_kernel", "fla", "fla.ops.kda", "flash-linear-attention", "torch or auto"),
+    )
+    for key, value, module, name, other in wanted:
+        if getattr(recipe.trainer, key) != value:
+            continue
+        if not on_cuda:
+            yield f"trainer.{key} is {value}, which runs on CUDA, but this rank computes on the CPU; set it to {other}"
+        elif reason := _import_problem(module):
+            yield (
+                f"trainer.{key} is {value}, but {name} can't be imported ({reason}); install it with "
+                f"`pip install 'miles-k3[gpu]'`, or set trainer.{key}: {other}"
+            )
+
+
+def _import_problem(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:  # a missing library, or one made for another torch
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return None
