@@ -54,9 +54,8 @@ class _Worker:
 
     def __init__(self, cuda: bool, index: int):
         # CUDA doesn't survive a fork, and asking for devices at import may have started it.
-        context = multiprocessing.get_context("spawn" if cuda else "forkserver")
-        if not cuda:
-            multiprocessing.get_context("forkserver").set_forkserver_preload(["helpers.ranks_preload"])
+        context = multiprocessing.get_context("spawn") if cuda else multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["helpers.ranks_preload"])
         handle, name = tempfile.mkstemp(prefix="ranks_", suffix=f"_{index}.txt")
         os.close(handle)
         self.stacks = Path(name)
