@@ -1,69 +1,136 @@
-"""Process group, megatron's parallel state and random seeds."""
+"""Process group, megatron's parallel state, this rank's place in each of its groups, and random seeds."""
 
 from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from miles_k3.config import ParallelSection
+from miles_k3.config import ParallelSection, TrainerSection
 from miles_k3.errors import LaunchError
+from miles_k3.k3.config import K3Config
+from miles_k3.parallel import layout_problems
 from miles_k3.trainer import cpu_shim
 from miles_k3.trainer.mcore import model_parallel_cuda_manual_seed, parallel_state
+from miles_k3.world import World, leave_world, world_of
 
-_SIZES = ("tp", "pp", "cp", "ep")
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """One direction of the layout: the group of ranks along it, and this one's number there."""
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+    @classmethod
+    def of(cls, group: Any) -> Axis:
+        return cls(group.rank(), group.size(), group)
+
+    def part(self, length: int) -> slice:
+        """This rank's equal part of something that is `length` long."""
+        each = length // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
 
 
-def initialize(parallel: ParallelSection, *, device: torch.device, seed: int) -> None:
-    """Bring up gloo (CPU) or NCCL (CUDA), megatron's groups for `parallel`, and the random states.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ranks:
+    """This rank's place along every axis. `dp_cp` reduces ordinary gradients, `expert_dp` those of per-expert factors.
 
-    One process needs no launcher and no port. Later calls in the same process only seed again.
-    Raises LaunchError when the layout can't run in this process.
+    `sequence_parallel`: whether activations between sublayers are split over `tp`; never with one rank.
     """
-    problems = layout_problems(parallel, os.environ)
+
+    tp: Axis = Axis()
+    cp: Axis = Axis()
+    ep: Axis = Axis()
+    pp: Axis = Axis()
+    dp: Axis = Axis()
+    dp_cp: Axis = Axis()
+    expert_dp: Axis = Axis()
+    sequence_parallel: bool = False
+
+    @property
+    def sp(self) -> Axis:
+        """Ranks that share the tokens between sublayers."""
+        return self.tp if self.sequence_parallel else Axis()
+
+
+def initialize(k3: K3Config, section: TrainerSection, *, device: torch.device, seed: int) -> Ranks:
+    """Bring up megatron's groups for the section's layout, and the random states.
+
+    One process needs no launcher and no port; several have joined their world before (`miles_k3.world`). Raises
+    LaunchError, with all reasons, when the layout can't run here.
+    """
+    world = world_of(os.environ)
+    problems = layout_problems(k3, section, world.size)
     if device.type == "cpu" and not cpu_shim.needed():
         problems.append(
             "the model is on the CPU but this machine has CUDA devices, and megatron-core would compute on them; "
             "set model.device: cuda, or hide the devices with CUDA_VISIBLE_DEVICES="
         )
     if problems:
-        raise LaunchError("; ".join(problems))
+        raise LaunchError("\n".join(problems))
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        atexit.register(_leave)
+    _join(world, device)
     with cpu_shim.on_cpu():
-        if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=parallel.tp,
-                pipeline_model_parallel_size=parallel.pp,
-                context_parallel_size=parallel.cp,
-                expert_model_parallel_size=parallel.ep,
-                create_gloo_process_groups=False,
-            )
+        _make_groups(section.parallel)
         model_parallel_cuda_manual_seed(seed)
+    return _ranks(section.parallel)
 
 
-def _leave() -> None:
-    """NCCL warns of leaked resources when a process ends without this."""
+def _join(world: World, device: torch.device) -> None:
     if dist.is_initialized():
-        dist.destroy_process_group()
+        return
+    if world.size > 1:
+        raise LaunchError(f"WORLD_SIZE is {world.size} but this process has not joined; call world.join_world first")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
+    atexit.register(leave_world)
 
 
-def layout_problems(parallel: ParallelSection, environ: Mapping[str, str]) -> list[str]:
-    """Why this layout can't run, one sentence each; empty when it can."""
-    problems = []
-    if wide := [f"{name}={getattr(parallel, name)}" for name in _SIZES if getattr(parallel, name) > 1]:
-        problems.append(
-            f"trainer.parallel asks for {', '.join(wide)}, but this trainer runs on one rank: it neither splits "
-            "weights, layers, sequences or experts nor sums their gradients over ranks; set tp, pp, cp and ep to 1"
-        )
-    if (world := int(environ.get("WORLD_SIZE", "1"))) > 1:
-        problems.append(f"WORLD_SIZE is {world}, but this trainer runs as one process; start it without torchrun")
-    return problems
+def _make_groups(parallel: ParallelSection) -> None:
+    """Megatron's groups, made anew where another layout's are up: tests run many in one process."""
+    wanted = {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+    }
+    if parallel_state.model_parallel_is_initialized():
+        found = _layout_up()
+        if found == tuple(wanted.values()):
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        **wanted, expert_tensor_parallel_size=1, order="tp-cp-ep-dp-pp", create_gloo_process_groups=False
+    )
+
+
+def _layout_up() -> tuple[int | None, ...]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def _ranks(parallel: ParallelSection) -> Ranks:
+    state = parallel_state
+    return Ranks(
+        tp=Axis.of(state.get_tensor_model_parallel_group()),
+        cp=Axis.of(state.get_context_parallel_group()),
+        ep=Axis.of(state.get_expert_model_parallel_group()),
+        pp=Axis.of(state.get_pipeline_model_parallel_group()),
+        dp=Axis.of(state.get_data_parallel_group()),
+        dp_cp=Axis.of(state.get_data_parallel_group(with_context_parallel=True)),
+        expert_dp=Axis.of(state.get_expert_data_parallel_group()),
+        sequence_parallel=parallel.tp > 1 and parallel.sequence_parallel,
+    )

@@ -1,4 +1,4 @@
-"""The trainable factors beside the frozen weights: construction, deterministic start, export and import.
+"""The trainable factors beside the frozen weights: construction, deterministic start, and their exported names.
 
 Shape legend: T tokens, R rank, I in, O out, F MLP inner width, E experts, Z latent width.
 """
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from miles_k3.adapters.layout import AdapterTensor, adapter_layout, gate_up_pairs, split_name, tensor_name
-from miles_k3.adapters.update import key_findings
-from miles_k3.errors import AdapterError
+from miles_k3.adapters.layout import AdapterTensor, adapter_layout, tensor_name
 from miles_k3.k3.config import K3Config
-from miles_k3.trainer.lora_rules import RULES, FactorRule, Site
+from miles_k3.trainer.distributed import Ranks
+from miles_k3.trainer.lora_rules import RULES, FactorRule, Site, Split
 from miles_k3.types import AdapterConfig
 
 
@@ -40,30 +39,37 @@ class AdapterSwitch:
 
 
 class Factory:
-    """Makes the factors of one model: the layout says the shapes, `seed` and the exported name say the start values."""
+    """Makes this rank's factors: the layout says the shapes, `seed` and the exported name say the start values."""
 
     def __init__(
-        self, config: K3Config, adapter: AdapterConfig, *, seed: int, dtype: torch.dtype, device: torch.device
-    ):
+        self, config: K3Config, adapter: AdapterConfig, *, seed: int, dtype: torch.dtype, device: torch.device,
+        ranks: Ranks | None = None,
+    ):  # fmt: skip
         self.layout = adapter_layout(config, adapter)
         self.adapter, self.seed, self.dtype, self.device = adapter, seed, dtype, device
+        self.ranks = Ranks() if ranks is None else ranks
         self.switch = AdapterSwitch()
 
     def factor(self, names: tuple[str, ...], site: Site, which: str) -> Parameter:
-        """A parameter that holds the tensors `names` one below the other, marked with its rule."""
-        rows = [self._start(self.layout[name]) for name in names]
-        parameter = Parameter(torch.cat(rows).to(self.dtype))
-        mark(parameter, RULES[site, which])
+        """A parameter that holds this rank's parts of the tensors `names` one below the other, marked with its rule."""
+        rule = RULES[site, which]
+        parameter = Parameter(torch.cat([self._start(self.layout[name], rule) for name in names]).to(self.dtype))
+        mark(parameter, rule)
         return parameter
 
-    def _start(self, tensor: AdapterTensor) -> Tensor:
+    def _start(self, tensor: AdapterTensor, rule: FactorRule) -> Tensor:
         """A: Xavier uniform, per expert where there are several. B: zero. A shared [1, ...] drops that dimension."""
+        split = Split.of(rule, self.ranks)
         shape = tensor.shape[1:] if tensor.shared else tensor.shape
         if tensor.factor == "B":
-            return torch.zeros(shape, device=self.device)
+            local = list(shape)
+            if split.dim is not None:
+                local[split.dim] //= split.axis.size
+            return torch.zeros(local, device=self.device)
         if tensor.kind == "expert" and not tensor.shared:
-            return torch.stack([self._xavier(f"{tensor.name}[{e}]", shape[1:]) for e in range(shape[0])])
-        return self._xavier(tensor.name, shape)
+            own = range(shape[0])[split.axis.part(shape[0])]
+            return torch.stack([self._xavier(f"{tensor.name}[{e}]", shape[1:]) for e in own])
+        return split.part(self._xavier(tensor.name, shape)).clone()
 
     def _xavier(self, name: str, shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(name_seed(self.seed, name))
@@ -94,8 +100,9 @@ class LoraModule(nn.Module):
         super().__init__()
         self.switch, self.scaling, self.rank = factory.switch, factory.adapter.scaling, factory.adapter.rank
 
-    def exports(self, of: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Exported name -> view, given this module's parameters, or tensors of their shapes (gradients, moments)."""
+    def exports(self, of: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, str]]:
+        """Exported name -> (view, name of the parameter it is a view of), given this module's parameters, or tensors of
+        their shapes (gradients, moments)."""
         raise NotImplementedError
 
 
@@ -114,8 +121,8 @@ class DenseLora(LoraModule):
             return y_TO
         return torch.addmm(y_TO, x_TI @ self.a.t() * self.scaling, self.b.t())
 
-    def exports(self, of: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(zip(self.names, (of["a"], of["b"]), strict=True))
+    def exports(self, of: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, str]]:
+        return {self.names[0]: (of["a"], "a"), self.names[1]: (of["b"], "b")}
 
 
 class GateUpLora(LoraModule):
@@ -136,14 +143,14 @@ class GateUpLora(LoraModule):
         b = self.b if self.shared else torch.block_diag(*self.b.chunk(2))
         return torch.addmm(y_TO, x_TI @ self.a.t() * self.scaling, b.t())
 
-    def exports(self, of: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def exports(self, of: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, str]]:
         a, (b_gate, b_up) = of["a"], of["b"].chunk(2)
         gate, up = self.modules_
         return {
-            tensor_name(gate, "A"): a[: self.rank],
-            tensor_name(gate, "B"): b_gate,
-            tensor_name(up, "A"): a[-self.rank :],  # the same rows where A is shared
-            tensor_name(up, "B"): b_up,
+            tensor_name(gate, "A"): (a[: self.rank], "a"),
+            tensor_name(gate, "B"): (b_gate, "b"),
+            tensor_name(up, "A"): (a[-self.rank :], "a"),  # the same rows where A is shared
+            tensor_name(up, "B"): (b_up, "b"),
         }
 
 
@@ -169,47 +176,5 @@ class ExpertLora(LoraModule):
     def _exported(self, parameter: str) -> str:
         return tensor_name(f"{self.prefix}w{parameter[1]}", "A" if parameter[0] == "a" else "B")
 
-    def exports(self, of: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {self._exported(name): t if t.ndim == 3 else t.unsqueeze(0) for name, t in of.items()}
-
-
-def exported_tensors(model: nn.Module, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Exported name -> view of the model's factors, or of `like` (full parameter name -> tensor of its shape)."""
-    tensors = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, LoraModule):
-            own = {name: p if like is None else like[f"{prefix}.{name}"] for name, p in module.named_parameters()}
-            tensors.update(module.exports(own))
-    return tensors
-
-
-def export_adapter(model: nn.Module, layout: Mapping[str, AdapterTensor]) -> dict[str, Tensor]:
-    """The whole adapter in the layout's order; detached views of the live parameters."""
-    tensors = exported_tensors(model)
-    return {name: tensors[name].detach() for name in layout}
-
-
-def load_adapter(
-    model: nn.Module, layout: Mapping[str, AdapterTensor], adapter: AdapterConfig, tensors: Mapping[str, Tensor]
-) -> None:
-    """Fill the model's factors. Raises AdapterError, before anything changes, when a tensor is missing, foreign,
-    misshapen or not finite, or when gate and up have two A's and the model has room for one."""
-    problems = [f"the adapter {finding}" for finding in key_findings(tensors, layout)]
-    for name in layout.keys() & tensors.keys():
-        expected, found = layout[name].shape, tuple(tensors[name].shape)
-        if found != expected:
-            problems.append(f"{name} has shape {list(found)}, expected {list(expected)}: another model or rank")
-        elif not torch.isfinite(tensors[name]).all():
-            problems.append(f"{name} holds NaN or infinity")
-    if adapter.share_gate_up_a and not problems:
-        problems += [
-            f"{split_name(gate)[0]} and {split_name(up)[0]} have different A factors but one is trained for both; "
-            "set lora.share_gate_up_a: false"
-            for gate, up in gate_up_pairs(layout)
-            if not torch.equal(tensors[gate], tensors[up])
-        ]
-    if problems:
-        raise AdapterError("\n".join(problems[:20]))
-    with torch.no_grad():
-        for name, view in exported_tensors(model).items():
-            view.copy_(tensors[name])
+    def exports(self, of: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, str]]:
+        return {self._exported(name): (t if t.ndim == 3 else t.unsqueeze(0), name) for name, t in of.items()}

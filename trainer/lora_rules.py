@@ -1,10 +1,23 @@
-"""The table of the adapter's factors: how ranks split each of them and what they owe its gradient (spec 5.1)."""
+"""The table of the adapter's factors: how ranks split each of them and what they owe its gradient.
+
+Shapes and targets: spec 5.1. The reductions follow from where our collectives are (docs/architecture.md):
+- A block's input is gathered once and its output reduced once, with the delta added to each rank's partial output
+  before that. So a factor that is not split has seen only this rank's heads or channels: its gradient is summed over
+  the tensor-parallel ranks.
+- The MLA latents' gradients are summed on the way back (copy-to-TP), so their factors already hold the whole.
+- Each rank sees its own tokens of the factors that all experts share. Expert-parallel ranks are tensor-, context- or
+  data-parallel ranks, so the sum over those is also the sum over expert parallelism.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+
+from torch import Tensor
+
+from miles_k3.trainer.distributed import Axis, Ranks
 
 
 class Site(StrEnum):
@@ -19,12 +32,10 @@ class Site(StrEnum):
 
 
 class Reduction(StrEnum):
-    """What a rank's gradient of a factor lacks before data-parallel reduction."""
+    """What a rank's gradient of a factor lacks before megatron's data-parallel reduction."""
 
     NONE = "none"  # the factor is split, or every tensor-parallel rank already holds the whole gradient
-    SUM_TP = "sum_tp"  # replicated, each rank saw only its own shard of the output: sum always
-    SUM_TP_UNDER_SP = "sum_tp_under_sp"  # replicated, each rank saw only its own tokens under sequence parallel
-    SUM_EP = "sum_ep"  # one copy for all experts: sum over the ranks that hold them
+    SUM_TP = "sum_tp"  # replicated, and each rank saw a part of the heads, channels, tokens or experts
     EXPERT_DP = "expert_dp"  # one per expert: data-parallel reduction over the ranks that hold the same experts
 
 
@@ -39,15 +50,36 @@ class FactorRule:
 
 RULES: Mapping[tuple[Site, str], FactorRule] = {
     (Site.O_PROJ, "a"): FactorRule(tp_dim=1, reduction=Reduction.NONE),
-    (Site.O_PROJ, "b"): FactorRule(reduction=Reduction.NONE),
+    (Site.O_PROJ, "b"): FactorRule(reduction=Reduction.SUM_TP),
     (Site.LATENT, "a"): FactorRule(reduction=Reduction.NONE),
     (Site.LATENT, "b"): FactorRule(reduction=Reduction.NONE),
     (Site.FC1, "a"): FactorRule(reduction=Reduction.SUM_TP),
     (Site.FC1, "b"): FactorRule(tp_dim=0, reduction=Reduction.NONE),
     (Site.FC2, "a"): FactorRule(tp_dim=1, reduction=Reduction.NONE),
-    (Site.FC2, "b"): FactorRule(reduction=Reduction.SUM_TP_UNDER_SP),
-    (Site.EXPERT_FC1, "a"): FactorRule(reduction=Reduction.SUM_EP),
+    (Site.FC2, "b"): FactorRule(reduction=Reduction.SUM_TP),
+    (Site.EXPERT_FC1, "a"): FactorRule(reduction=Reduction.SUM_TP),
     (Site.EXPERT_FC1, "b"): FactorRule(per_expert=True, reduction=Reduction.EXPERT_DP),
     (Site.EXPERT_FC2, "a"): FactorRule(per_expert=True, reduction=Reduction.EXPERT_DP),
-    (Site.EXPERT_FC2, "b"): FactorRule(reduction=Reduction.SUM_EP),
+    (Site.EXPERT_FC2, "b"): FactorRule(reduction=Reduction.SUM_TP),
 }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """How ranks share one tensor: along `dim` over the ranks of `axis`; None for a whole copy on each."""
+
+    dim: int | None
+    axis: Axis
+
+    @classmethod
+    def of(cls, rule: FactorRule, ranks: Ranks) -> Split:
+        if rule.per_expert:
+            return cls(0, ranks.ep)
+        return cls(rule.tp_dim, ranks.tp) if rule.tp_dim is not None else cls(None, Axis())
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part, as a view."""
+        if self.dim is None:
+            return whole
+        own = self.axis.part(whole.shape[self.dim])
+        return whole.narrow(self.dim, own.start, own.stop - own.start)

@@ -27,8 +27,13 @@ with warnings.catch_warnings():
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
+        all_to_all,
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
         get_cuda_rng_tracker,
         model_parallel_cuda_manual_seed,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
     from megatron.core.transformer.module import MegatronModule
@@ -48,11 +53,16 @@ __all__ = [
     "RowParallelLinear",
     "TransformerConfig",
     "VocabParallelEmbedding",
+    "all_to_all",
+    "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_cuda_rng_tracker",
     "get_forward_backward_func",
     "get_megatron_optimizer",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "set_tensor_model_parallel_attributes",
 ]

@@ -1,12 +1,13 @@
 """The Trainer on megatron-core: frozen resident base, trainable adapter, policy loss.
 
+All public methods are collective: every rank calls them alike, with the same arguments, and gets the same results.
 Shape legend: T tokens of a packed stream.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import cast
@@ -20,12 +21,15 @@ from miles_k3.errors import MilesError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.weights import ResidentBase
 from miles_k3.trainer import checkpoint, distributed, lora
+from miles_k3.trainer.adapter_shards import assemble, exported_pieces, load_adapter
 from miles_k3.trainer.build import build_model
-from miles_k3.trainer.loss import LossOutput, finalize_metrics, policy_loss
+from miles_k3.trainer.loss import LossOutput, finalize_metrics, merge_sums, policy_loss
+from miles_k3.trainer.model.kda_context import pick_kernel
 from miles_k3.trainer.model.stage import K3Stage
 from miles_k3.trainer.optim import Optimizer, learning_rate
-from miles_k3.trainer.schedule import Priced, Work, forward_backward, forward_only, score_works, train_work
+from miles_k3.trainer.schedule import Priced, Work, Worker
 from miles_k3.types import AdapterConfig, AdapterUpdate, MicroBatch, MiniBatch, StepStats, TrainBatch
+from miles_k3.world import World, world_of
 
 
 class MegatronTrainer:
@@ -41,17 +45,23 @@ class MegatronTrainer:
         algorithm: AlgorithmSection,
         total_steps: int,
         seed: int,
-        routing_replay: bool = False,
     ):
-        """`total_steps`: harvests of the whole run, where the learning rate's decay ends. `routing_replay`: force the
-        experts that the engine chose, where the batch has them. Raises LaunchError for a layout that can't run here."""
-        distributed.initialize(section.parallel, device=base.device, seed=seed)
+        """`total_steps`: harvests of the whole run, where the learning rate's decay ends.
+
+        Raises LaunchError for a layout that can't run here.
+        """
+        self.ranks = distributed.initialize(config, section, device=base.device, seed=seed)
+        self.world: World = world_of()
         self.adapter, self.section, self.algorithm = adapter, section, algorithm
-        self.total_steps, self.routing_replay = total_steps, routing_replay
+        self.total_steps = total_steps
         self.base, self.config, self.device = base, config, base.device
-        self._factory = lora.Factory(config, adapter, seed=seed, dtype=base.dtype, device=base.device)
-        self._model = build_model(config, base, self._factory, section.parallel)
-        self._optimizer = Optimizer(self._model, section, base.dtype)
+        self._factory = lora.Factory(
+            config, adapter, seed=seed, dtype=base.dtype, device=base.device, ranks=self.ranks
+        )  # fmt: skip
+        self._chunks = build_model(config, base, self._factory, section)
+        self._optimizer = Optimizer(self._chunks, section, base.dtype)
+        kernel = pick_kernel(section.kda_kernel, base.device, base.dtype)
+        self._worker = Worker(k3=config, chunks=self._chunks, ranks=self.ranks, device=base.device, kernel=kernel)
         self._version = 0
 
     @property
@@ -59,55 +69,73 @@ class MegatronTrainer:
         return self._version
 
     @property
-    def model(self) -> K3Stage:
+    def stages(self) -> list[K3Stage]:
         """This rank's layers, without megatron's wrapper."""
-        return cast(K3Stage, self._model.module)
+        return [cast(K3Stage, chunk.module) for chunk in self._chunks]
+
+    @property
+    def model(self) -> K3Stage:
+        """The only stage of a rank without virtual ones."""
+        (stage,) = self.stages
+        return stage
 
     def adapter_off(self) -> AbstractContextManager[None]:
         """Within it the model is the base alone, bit for bit."""
         return self._factory.switch.off()
 
     def step(self, batch: TrainBatch) -> StepStats:
-        """One optimizer step per mini-batch. Raises MilesError, with the adapter as it was before the update, when a
-        gradient is not finite."""
+        """One optimizer step per mini-batch of the global batch, of which each rank computes its share.
+
+        Raises MilesError, with the adapter as it was before the update, when a gradient is not finite.
+        """
         lr = learning_rate(self.section, self._version, self.total_steps)
         old = self._old_logprobs(batch)
-        norms, outputs = [], []
+        norms, losses, sums = [], [], []
         for mini, old_logprobs in zip(batch.mini_batches, old, strict=True):
-            outputs.append(self.mini_batch_gradients(mini, batch.temperature, old_logprobs))
+            outputs = self._mini_batch(mini, batch.temperature, old_logprobs)
+            losses.append(math.fsum(float(out.loss) for out in outputs))
+            sums += [out.sums for out in outputs]
             norms.append(self._optimizer.grad_norm())
             self._check_finite(norms)
             self._optimizer.step(lr)
         self._version += 1
-        losses = [sum(float(out.loss) for out in parts) for parts in outputs]
-        metrics = finalize_metrics(out.sums for parts in outputs for out in parts)
-        return StepStats(loss=_mean(losses), grad_norm=_mean(norms), lr=lr, metrics=metrics)
+        return StepStats(loss=_mean(losses), grad_norm=_mean(norms), lr=lr, metrics=finalize_metrics(sums))
+
+    def gradients(self, mini: MiniBatch, temperature: float = 1.0) -> tuple[float, dict[str, Tensor]]:
+        """The loss of one mini-batch and its whole gradient by exported name, fp32, as a step would take it."""
+        outputs = self._mini_batch(mini, temperature, force_all_reduce=True)
+        like = {p: vars(p)["main_grad"] for stage in self.stages for p in stage.parameters() if p.requires_grad}
+        pieces = exported_pieces(self.stages, self.ranks, like)
+        whole = assemble(pieces, self._factory.layout, self.ranks)
+        return math.fsum(float(out.loss) for out in outputs), {name: grad.clone() for name, grad in whole.items()}
 
     def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities of tokens 1.. of each sequence: fp32 [len - 1] each, on the CPU."""
         if not 0.0 < temperature < math.inf:
             raise MilesError(f"temperature is {temperature}; logits are divided by it, so it must be above 0")
         result = [torch.zeros(0)] * len(sequences)
-        packs = score_works(
-            sequences,
-            self.config,
-            device=self.device,
-            temperature=temperature,
-            micro_batch_tokens=self.section.micro_batch_tokens,
+        packs = self._worker.score_works(
+            sequences, temperature=temperature, micro_batch_tokens=self.section.micro_batch_tokens
         )
-        if packs:
-            for (indices, work), priced in zip(packs, self._price([work for _, work in packs]), strict=True):
-                parts = priced.logprobs_T.cpu().split(work.stream.packed.lengths_B.tolist())
-                for index, part in zip(indices, parts, strict=True):
-                    result[index] = part.clone()
+        if not packs:
+            return result
+        works = [work for _, work in packs]
+        priced = self._price(works)[: len(works)]
+        scored = self._from_last_stage([part.logprobs_T.cpu() for part in priced])
+        for (indices, _), logprobs_T in zip(packs, scored, strict=True):
+            parts = logprobs_T.split([len(sequences[i]) - 1 for i in indices])
+            for index, part in zip(indices, parts, strict=True):
+                result[index] = part.clone()
         return result
 
     def export_adapter(self) -> AdapterUpdate:
-        tensors = lora.export_adapter(self.model, self._factory.layout)
-        return make_update(self._version, self.adapter, tensors)
+        """The whole adapter, assembled from all ranks' shards, on every rank."""
+        pieces = exported_pieces(self.stages, self.ranks)
+        return make_update(self._version, self.adapter, assemble(pieces, self._factory.layout, self.ranks))
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        lora.load_adapter(self.model, self._factory.layout, self.adapter, tensors)
+        """Fill every rank's factors from a whole adapter; see `adapter_shards.load_adapter`."""
+        load_adapter(exported_pieces(self.stages, self.ranks), self._factory.layout, self.adapter, tensors)
         self._optimizer.reload_masters()
 
     def save(self, folder: Path) -> None:
@@ -125,28 +153,30 @@ class MegatronTrainer:
             for mini in batch.mini_batches
         ]
 
-    def mini_batch_gradients(
-        self, mini: MiniBatch, temperature: float, old: list[Tensor] | None = None
+    def _mini_batch(
+        self, mini: MiniBatch, temperature: float, old: list[Tensor] | None = None, *, force_all_reduce: bool = False
     ) -> list[LossOutput]:
-        """Fill the parameters' `main_grad` with the gradient of one mini-batch; its loss, micro-batch by micro-batch.
+        """Fill the parameters' `main_grad` with the gradient of one mini-batch; the losses of all ranks' micro-batches.
 
-        `old`: log-probabilities [T] of each micro-batch before the harvest's first update; None: the current ones.
+        `old`: log-probabilities [T] of each of this rank's micro-batches before the harvest's first update; None: the
+        current ones.
         """
+        micros = self._share(mini.micro_batches)
         works = self._works(mini.micro_batches, temperature)
-        reference: list[Priced] | None = None
+        reference: list[Priced] = []
         if self.algorithm.kl_coef > 0:
             with self.adapter_off():
                 reference = self._price(works)
 
         def loss(index: int, priced: Priced) -> LossOutput:
             return self._loss(
-                mini, mini.micro_batches[index], priced,
+                mini, micros[index], priced,
                 old=None if old is None else old[index],
-                reference=None if reference is None else reference[index].logprobs_T,
+                reference=reference[index].logprobs_T if reference else None,
             )  # fmt: skip
 
         self._optimizer.zero_grad()
-        return forward_backward(self._model, works, loss)
+        return self._everyone(self._worker.forward_backward(works, loss, force_all_reduce=force_all_reduce))
 
     def _loss(
         self, mini: MiniBatch, micro: MicroBatch, priced: Priced, *, old: Tensor | None, reference: Tensor | None
@@ -165,15 +195,50 @@ class MegatronTrainer:
             entropy=priced.entropies_T,
         )
 
-    def _works(self, micro_batches: Iterable[MicroBatch], temperature: float) -> list[Work]:
+    def _share(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """This data-parallel rank's micro-batches, and blank ones: ranks must run equally many, as experts and stages
+        make them wait for each other, and virtual stages take them by groups of the pipeline's length."""
+        dp, group = self.ranks.dp, self.ranks.pp.size if len(self._chunks) > 1 else 1
+        count = max(1, -(-len(micro_batches) // dp.size))
+        own = list(micro_batches[dp.rank :: dp.size])
+        return own + [_BLANK] * (-(-count // group) * group - len(own))
+
+    def _works(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Work]:
         return [
-            train_work(micro, self.config, device=self.device, temperature=temperature,
-                       entropy_gradient=self.algorithm.entropy_coef > 0, routing_replay=self.routing_replay)
-            for micro in micro_batches
+            self._worker.train_work(
+                micro, temperature, entropy_gradient=self.algorithm.entropy_coef > 0,
+                routing_replay=self.algorithm.routing_replay,
+            )
+            for micro in self._share(micro_batches)
         ]  # fmt: skip
 
     def _price(self, works: Sequence[Work]) -> list[Priced]:
-        return forward_only(self._model, works)
+        """On the last stage; blank works fill up what virtual stages need."""
+        group = self.ranks.pp.size if len(self._chunks) > 1 else 1
+        missing = -len(works) % group
+        blanks = [self._worker.train_work(_BLANK, 1.0)] * missing
+        return self._worker.forward_only([*works, *blanks])
+
+    def _everyone(self, outputs: list[LossOutput]) -> list[LossOutput]:
+        """One merged output for each data-parallel rank, on every rank; the last stage's first member speaks for it."""
+        if self.world.size == 1:
+            return outputs
+        own = None
+        if outputs and self.ranks.tp.rank == self.ranks.cp.rank == 0:
+            sums = merge_sums(out.sums for out in outputs)
+            own = math.fsum(float(out.loss) for out in outputs), {name: float(v) for name, v in sums.items()}
+        return [
+            LossOutput(
+                loss=torch.tensor(loss, dtype=torch.float64),
+                sums={name: torch.tensor(v, dtype=torch.float64) for name, v in sums.items()},
+            )
+            for loss, sums in (found for found in self.world.gather(own) if found is not None)
+        ]
+
+    def _from_last_stage(self, found: list[Tensor]) -> list[Tensor]:
+        if self.ranks.pp.size == 1:
+            return found
+        return next(parts for parts in self.world.gather(found) if parts)
 
     def _check_finite(self, norms: Sequence[float]) -> None:
         if not math.isfinite(norms[-1]):
@@ -181,6 +246,17 @@ class MegatronTrainer:
                 f"the gradient norm is {norms[-1]} in update {len(norms)} of step {self._version}; the adapter is "
                 "as before this update: lower trainer.lr or set trainer.grad_clip, and look at the step's metrics"
             )
+
+
+_BLANK = MicroBatch(
+    tokens=torch.zeros(1, dtype=torch.int64),
+    cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+    targets=torch.zeros(1, dtype=torch.int64),
+    loss_mask=torch.zeros(1),
+    advantages=torch.zeros(1),
+    rollout_logprobs=torch.zeros(1),
+    sequence_ids=torch.zeros(0, dtype=torch.int64),
+)  # without a prediction that counts
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,19 +40,24 @@ def learning_rate(section: TrainerSection, step: int, total_steps: int) -> float
 class Optimizer:
     """Megatron's optimizer with fp32 masters, seen by parameter name."""
 
-    def __init__(self, model: DistributedDataParallel, section: TrainerSection, dtype: torch.dtype):
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], section: TrainerSection, dtype: torch.dtype
+    ):  # fmt: skip
         config = OptimizerConfig(
             optimizer="adam", lr=section.lr, min_lr=0.0, weight_decay=section.weight_decay,
             adam_beta1=section.adam_beta1, adam_beta2=section.adam_beta2, adam_eps=section.adam_eps,
             clip_grad=section.grad_clip, bf16=dtype == torch.bfloat16, params_dtype=dtype,
-            use_distributed_optimizer=False,
+            use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
         )  # fmt: skip
-        self.model = model
+        self.chunks = chunks
         with cpu_shim.on_cpu():
-            self.megatron: MegatronOptimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)  # pyright: ignore[reportArgumentType]
+            self.megatron: MegatronOptimizer = get_megatron_optimizer(
+                config, list(chunks), use_gloo_process_groups=False
+            )  # pyright: ignore[reportArgumentType]
 
     def zero_grad(self) -> None:
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
     def grad_norm(self) -> float:
@@ -74,7 +79,7 @@ class Optimizer:
 
     def named_masters(self) -> Iterator[tuple[str, Parameter, Tensor]]:
         """(parameter name, the model's parameter, its fp32 master: the same tensor where the model is fp32)."""
-        for name, parameter in self.model.module.named_parameters():
+        for name, parameter in (named for chunk in self.chunks for named in chunk.module.named_parameters()):
             if parameter.requires_grad:
                 yield name, parameter, getattr(parameter, "main_param", parameter)
 

@@ -49,6 +49,11 @@ class ExpertBank:
         self.w2 = _decoded(self.w2_packed, self.w2_scale, dtype)
         self.w2_packed = self.w2_scale = None
 
+    def part(self, experts: slice) -> ExpertBank:
+        """Some of the experts, as views."""
+        fields = (self.w13_packed, self.w13_scale, self.w2_packed, self.w2_scale, self.w13, self.w2)
+        return ExpertBank(*(None if t is None else t[experts] for t in fields))
+
     @property
     def tensors(self) -> list[Tensor]:
         """Whatever of it is held."""

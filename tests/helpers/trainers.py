@@ -15,7 +15,6 @@ from torch import Tensor
 
 from miles_k3.config import AlgorithmSection, TrainerSection
 from miles_k3.k3.config import K3Config
-from miles_k3.trainer import lora
 from miles_k3.trainer.loss import policy_loss, token_entropy, token_logprobs
 from miles_k3.trainer.megatron import MegatronTrainer
 from miles_k3.types import AdapterConfig, MiniBatch
@@ -42,8 +41,7 @@ def tiny_trainer(*, calm: bool = False, dtype: torch.dtype = torch.float32, adap
     """A trainer over its own resident base."""
     return MegatronTrainer(
         tiny_base(CONFIG, weights(calm), dtype, base_dtype), CONFIG, adapter=adapter,
-        section=TrainerSection(**{"lr": 1e-3, **(section or {})}), algorithm=AlgorithmSection(**(algorithm or {})),
-        total_steps=total_steps, seed=seed, routing_replay=routing_replay,
+        section=TrainerSection(**{"lr": 1e-3, **(section or {})}), algorithm=AlgorithmSection(**(algorithm or {}), routing_replay=routing_replay), total_steps=total_steps, seed=seed,
     )  # fmt: skip
 
 
@@ -54,10 +52,7 @@ def adapter_tensors(adapter: AdapterConfig = ADAPTER, seed: int = 0, scale: floa
 
 def gradients(trainer: MegatronTrainer, mini: MiniBatch, temperature: float = 1.0) -> dict[str, Tensor]:
     """Gradient of one mini-batch by exported name, as a step would take it, without taking it."""
-    trainer.mini_batch_gradients(mini, temperature)
-    model = trainer.model
-    like = {name: vars(p)["main_grad"] for name, p in model.named_parameters() if p.requires_grad}
-    return {name: g.clone() for name, g in lora.exported_tensors(model, like).items()}
+    return trainer.gradients(mini, temperature)[1]
 
 
 def leaves(tensors: Mapping[str, Tensor], dtype: torch.dtype, share: bool) -> dict[str, Tensor]:

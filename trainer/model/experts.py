@@ -47,34 +47,8 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_MD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _collect(grad_MD, ctx.rows), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y_MD: Tensor, rows: Rows):
-        ctx.rows = rows
-        return _collect(y_MD, rows)
-
-    @staticmethod
-    def backward(ctx, grad_TD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad_TD.index_select(0, ctx.rows.token_M), None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_M: Tensor, rows: Rows):
-        ctx.rows = rows
-        return x_M.index_select(0, rows.order_M)
-
-    @staticmethod
-    def backward(ctx, grad_M: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad_M.index_select(0, ctx.rows.place_M), None
-
-
-def _collect(y_MD: Tensor, rows: Rows) -> Tensor:
-    """[M, D] -> [T, D], the sum of each token's rows."""
-    return y_MD.index_select(0, rows.place_M).unflatten(0, (-1, rows.top_k)).sum(1)
+        rows: Rows = ctx.rows
+        return grad_MD.index_select(0, rows.place_M).unflatten(0, (-1, rows.top_k)).sum(1), None
 
 
 def spread(x_TD: Tensor, rows: Rows) -> Tensor:
@@ -82,14 +56,47 @@ def spread(x_TD: Tensor, rows: Rows) -> Tensor:
     return _Spread.apply(x_TD, rows)  # pyright: ignore[reportReturnType]
 
 
-def collect(y_MD: Tensor, rows: Rows) -> Tensor:
-    """Sum each token's rows: [M, D] -> [T, D]."""
-    return _Collect.apply(y_MD, rows)  # pyright: ignore[reportReturnType]
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_M: Tensor, order_M: Tensor, inverse_M: Tensor):
+        ctx.inverse_M = inverse_M
+        return x_M.index_select(0, order_M)
+
+    @staticmethod
+    def backward(ctx, grad_M: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_M.index_select(0, ctx.inverse_M), None, None
+
+
+def permute(x_M: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
+    """Rows in another order: [M, ...] -> [M, ...]."""
+    return _Permute.apply(x_M, order_M, inverse_M)  # pyright: ignore[reportReturnType]
 
 
 def spread_weights(weights_TK: Tensor, rows: Rows) -> Tensor:
     """The router weight of each row: [T, K] -> [M]."""
-    return _Permute.apply(weights_TK.reshape(-1), rows)  # pyright: ignore[reportReturnType]
+    return permute(weights_TK.reshape(-1), rows.order_M, rows.place_M)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_MZ: Tensor, weights_TK: Tensor, rows: Rows):
+        ctx.rows, ctx.dtype = rows, y_MZ.dtype
+        y_TKZ = y_MZ.index_select(0, rows.place_M).unflatten(0, (-1, rows.top_k))
+        return (y_TKZ.float() * weights_TK.unsqueeze(-1)).sum(1).to(y_MZ.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_TZ: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad_TZ.to(ctx.dtype).index_select(0, ctx.rows.token_M), None, None
+
+
+def combine(y_MZ: Tensor, weights_TK: Tensor, rows: Rows) -> Tensor:
+    """Each token's rows times its router weights, summed in fp32: [M, Z] -> [T, Z].
+
+    The way back is half of a pair with `expert_rows`: it sends each row the token's gradient *without* the weight,
+    which `expert_rows` has and multiplies with. The weights' gradient comes from there too, where the activation is at
+    hand, so that no row of the output is kept and rows travel between ranks in the compute dtype.
+    """
+    return _Combine.apply(y_MZ, weights_TK.detach(), rows)  # pyright: ignore[reportReturnType]
 
 
 class Factors(NamedTuple):
@@ -103,12 +110,18 @@ class Factors(NamedTuple):
     b2_ZR: Tensor
 
     def aligned(self) -> Factors:
-        """The same with the rank padded by zeros to whole 16 bytes, as grouped_mm wants its rows."""
-        pad = -self.low1_MR.shape[-1] % (16 // self.low1_MR.element_size())
-        if not pad:
-            return self
-        low1, low3, b1, b3, b2 = (F.pad(t, (0, pad)) for t in self if t is not self.a2_ERI)
-        return Factors(low1, low3, b1, b3, F.pad(self.a2_ERI, (0, 0, 0, pad)), b2)
+        """The same with the rank padded by zeros to `aligned_rank`; low products may have come that wide."""
+        rank = aligned_rank(self.b1_EIR.shape[-1], self.b1_EIR.dtype)
+        low1, low3, b1, b3, b2 = (
+            F.pad(t, (0, rank - t.shape[-1])) if t.shape[-1] < rank else t for t in self if t is not self.a2_ERI
+        )
+        return Factors(low1, low3, b1, b3, F.pad(self.a2_ERI, (0, 0, 0, rank - self.a2_ERI.shape[1])), b2)
+
+
+def aligned_rank(rank: int, dtype: torch.dtype) -> int:
+    """The rank rounded up to whole 16 bytes, as grouped_mm wants its rows."""
+    unit = 16 // dtype.itemsize
+    return -(-rank // unit) * unit
 
 
 class _Experts(torch.autograd.Function):
@@ -130,7 +143,7 @@ class _Experts(torch.autograd.Function):
         saved = parts.to_save(h)
         ctx.save_for_backward(weight_M, ends, *saved, *factors)
         ctx.bank, ctx.betas, ctx.scaling, ctx.num_saved = bank, betas, scaling, len(saved)
-        return out.float().mul_(weight_M.unsqueeze(-1))
+        return out
 
     @staticmethod
     def backward(ctx, grad_MZ: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -140,8 +153,8 @@ class _Experts(torch.autograd.Function):
         w13, w2 = ctx.bank.dense(dtype)
         parts = SituParts.restored(saved, *ctx.betas)
         act = parts.value()
-        grad = grad_MZ.to(dtype).contiguous()
-        # All with respect to the unweighted output: the router's gradient then needs the activation, not the output.
+        grad = grad_MZ.contiguous()
+        # `combine` sent the gradient without the weights: the router's then needs the activation, not the output.
         d_low2 = None if lora is None else (grad @ lora.b2_ZR).mul_(ctx.scaling)
         d_act = F.grouped_mm(grad, w2, offs=ends)
         if lora is not None and d_low2 is not None:
@@ -175,9 +188,12 @@ def _grouped(x_MD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
 
 def expert_rows(x_MZ: Tensor, weight_M: Tensor, ends_E: Tensor, bank: ExpertBank, betas: tuple[float, float],
                 scaling: float = 1.0, lora: Factors | None = None) -> Tensor:  # fmt: skip
-    """Each row through its expert, times its router weight: fp32 [M, Z].
+    """Each row through its expert: [M, Z] in x's dtype. The way back expects `combine`'s gradients.
 
-    `betas`: SiTU's; `scaling`: LoRA's, for the back projection (the front's is in `lora.low1_MR`, `low3_MR`).
+    `weight_M` fp32: the rows' router weights, for the way back. `betas`: SiTU's; `scaling`: LoRA's, for the back
+    projection (the front's is in `lora.low1_MR`, `low3_MR`).
     """
     factors = () if lora is None else lora.aligned()
+    if not x_MZ.shape[0]:  # another rank's gradients still pass here, so the result must hang on the inputs
+        return x_MZ + (sum(f.sum() for f in factors[:2]) + weight_M.sum()).to(x_MZ.dtype)
     return _Experts.apply(x_MZ, weight_M, ends_E, bank, betas, scaling, *factors)  # pyright: ignore[reportReturnType]

@@ -1,6 +1,7 @@
 """A KDA layer (spec 2.3) with factors on its output projection.
 
-Shape legend: T tokens, H hidden, N heads, K channels of a head, D = N * K.
+Shape legend: T tokens of this rank in zigzag order, C tokens of its slice of the stream (T without context
+parallelism), H hidden, N heads of this rank, K channels of a head, D = N * K.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from torch import Tensor, nn
 from miles_k3.k3.params import attn_prefix
 from miles_k3.trainer.lora import DenseLora, Factory
 from miles_k3.trainer.lora_rules import Site
+from miles_k3.trainer.model.collectives import enter, leave
 from miles_k3.trainer.model.elementwise import gated_norm, kda_gate
 from miles_k3.trainer.model.frozen import FrozenWeights
-from miles_k3.trainer.model.kda_core import delta_rule, short_conv_silu
+from miles_k3.trainer.model.kda_core import short_conv_silu
 from miles_k3.trainer.model.stream import Stream
 
 
 class KdaAttention(nn.Module):
-    """[T, H] -> [T, H] over a packed stream; no token sees another sequence."""
+    """[T / sp, H] -> [T / sp, H] over a packed stream; no token sees another sequence."""
 
     def __init__(self, frozen: FrozenWeights, factory: Factory, layer: int):
         super().__init__()
         p, k3 = attn_prefix(layer), frozen.k3
+        self.ranks = frozen.ranks
         self.head_dim, self.lower_bound, self.eps = k3.kda_head_dim, k3.gate_lower_bound, k3.rms_norm_eps
         self.q_proj, self.k_proj, self.v_proj, self.g_proj = (frozen.linear(f"{p}{n}_proj") for n in "qkvg")
         self.f_a_proj, self.f_b_proj, self.b_proj = (frozen.linear(f"{p}{n}_proj") for n in ("f_a", "f_b", "b"))
@@ -33,16 +36,20 @@ class KdaAttention(nn.Module):
         self.o_lora = DenseLora(factory, p + "o_proj", Site.O_PROJ)
 
     def forward(self, x_TH: Tensor, stream: Stream) -> Tensor:
+        kda = stream.kda
+        wide_CH = kda.take(enter(x_TH, self.ranks))  # the slice, with its convolutions' halo before it
+        x_CH = wide_CH[kda.maps.halo :]
         q, k, v = (
-            self._heads(short_conv_silu(proj(x_TH), conv, stream.kda_maps))
+            self._heads(short_conv_silu(proj(wide_CH), conv, kda.maps))
             for proj, conv in ((self.q_proj, self.q_conv), (self.k_proj, self.k_conv), (self.v_proj, self.v_conv))
         )
-        f_TNK = self._heads(self.f_b_proj(self.f_a_proj(x_TH)))
-        g_TNK = kda_gate(f_TNK, self.a_log, self.dt_bias.unflatten(0, (-1, self.head_dim)), self.lower_bound)
-        beta_TN = torch.sigmoid(self.b_proj(x_TH).float())
-        o_TNK = delta_rule(q, k, v, g_TNK, beta_TN, stream.kda_maps)
-        o_TD = gated_norm(o_TNK, self.o_norm, self._heads(self.g_proj(x_TH)), self.eps).flatten(1)
-        return self.o_lora(o_TD, self.o_proj(o_TD))
+        # f_a is whole on every rank, but nothing in it is trained: its gradient may stay in parts until `enter` sums.
+        f_CNK = self._heads(self.f_b_proj(self.f_a_proj(x_CH)))
+        g_CNK = kda_gate(f_CNK, self.a_log, self.dt_bias.unflatten(0, (-1, self.head_dim)), self.lower_bound)
+        beta_CN = torch.sigmoid(self.b_proj(x_CH).float())
+        o_CNK = kda.delta_rule(q, k, v, g_CNK, beta_CN)
+        o_CD = gated_norm(o_CNK, self.o_norm, self._heads(self.g_proj(x_CH)), self.eps).flatten(1)
+        return leave(kda.give_back(self.o_lora(o_CD, self.o_proj(o_CD))), self.ranks)
 
     def _heads(self, x_TD: Tensor) -> Tensor:
         return x_TD.unflatten(-1, (-1, self.head_dim))

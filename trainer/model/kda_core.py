@@ -17,6 +17,7 @@ from torch import Tensor
 from miles_k3.k3.ops.kda import CHUNK, Chunks
 from miles_k3.k3.ops.norm import L2_EPS
 from miles_k3.k3.ops.packed import Packed
+from miles_k3.trainer.model.state_handover import StateHandover
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +26,8 @@ class KdaMaps:
 
     `first_R`, `last_R`: tokens that lack `width - 1` predecessors, or successors, in their own sequence, with the
     numbers `before_R`, `after_R` that they have. `source_PC`: token * N + head at each place of the chunked layout
-    [M, N, C], T * N where it is padding; `place_TN`: the inverse.
+    [M, N, C], T * N where it is padding; `place_TN`: the inverse. `first_chunks`, `last_chunks`: chunks of the stream's
+    first and last sequence, in their order. `halo`: tokens before the stream that only the convolution sees.
     """
 
     first_R: Tensor
@@ -35,24 +37,33 @@ class KdaMaps:
     source_PC: Tensor
     place_TN: Tensor
     active: list[int]  # chunks of each scan step; the chunks lie step by step, longest sequences first
+    first_chunks: list[int]
+    last_chunks: list[int]
+    halo: int = 0
 
     @classmethod
-    def of(cls, packed: Packed, heads: int, width: int) -> KdaMaps:
-        cols_T = packed.cols_T
-        left_T = packed.lengths_B[packed.rows_T] - 1 - cols_T
-        first_R, last_R = ((n < width - 1).nonzero().squeeze(1) for n in (cols_T, left_T))
-        chunks = Chunks.of(packed)
+    def of(cls, packed: Packed, heads: int, width: int, halo: int = 0) -> KdaMaps:
+        first_R, before_R, last_R, after_R = _edges(packed, width, halo)
+        cols_T, chunks = packed.cols_T, Chunks.of(packed)
         head_N = torch.arange(heads, device=cols_T.device) * CHUNK
         chunk_T, offset_T = chunks.slot_T // CHUNK, chunks.slot_T % CHUNK
         place_TN = ((chunk_T * heads * CHUNK + offset_T)[:, None] + head_N).reshape(-1)
         source_PC = torch.full((sum(chunks.active) * heads * CHUNK,), place_TN.shape[0], device=cols_T.device)
         source_PC[place_TN] = torch.arange(place_TN.shape[0], device=cols_T.device)
-        return cls(first_R, cols_T[first_R], last_R, left_T[last_R], source_PC, place_TN, chunks.active)
+        starts = list(accumulate(chunks.active, initial=0))
+        first, last = (
+            [starts[i] + int(chunks.unorder_B[b]) for i in range(-(-int(packed.lengths_B[b]) // CHUNK))]
+            for b in (0, packed.num_seqs - 1)
+        )
+        return cls(first_R, before_R, last_R, after_R, source_PC, place_TN, chunks.active, first, last, halo)
 
     def to(self, device: torch.device | str) -> KdaMaps:
         """The same maps for tensors on `device`."""
         maps = (self.first_R, self.before_R, self.last_R, self.after_R, self.source_PC, self.place_TN)
-        return KdaMaps(*(m.to(device) for m in maps), active=self.active)
+        return KdaMaps(
+            *(m.to(device) for m in maps), active=self.active, first_chunks=self.first_chunks,
+            last_chunks=self.last_chunks, halo=self.halo,
+        )  # fmt: skip
 
     def step_slices(self, heads: int) -> list[slice]:
         """Rows of the chunked layout that each scan step computes."""
@@ -67,6 +78,16 @@ class KdaMaps:
     def gather(self, x_PCK: Tensor) -> Tensor:
         """The inverse: [P, C, K] -> [T * N, K]."""
         return x_PCK.flatten(0, 1).index_select(0, self.place_TN)
+
+
+def _edges(packed: Packed, width: int, halo: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`first_R`, `before_R`, `last_R`, `after_R` of the stream with its halo, which belongs to the first sequence."""
+    if halo:
+        first, *others = packed.lengths_B.tolist()
+        packed = Packed.from_lengths((first + halo, *others), packed.cols_T.device)
+    left_T = packed.lengths_B[packed.rows_T] - 1 - packed.cols_T
+    first_R, last_R = ((n < width - 1).nonzero().squeeze(1) for n in (packed.cols_T, left_T))
+    return first_R, packed.cols_T[first_R], last_R, left_T[last_R]
 
 
 class _ShortConv(torch.autograd.Function):
@@ -99,8 +120,9 @@ def _convolve(x_TD: Tensor, taps_WD: Tensor, direction: int, edge_R: Tensor, roo
 
 
 def short_conv_silu(x_TD: Tensor, weight_D1W: Tensor, maps: KdaMaps) -> Tensor:
-    """Depthwise causal convolution and SiLU of a packed stream, as `short_conv`."""
-    return _ShortConv.apply(x_TD, weight_D1W, maps)  # pyright: ignore[reportReturnType]
+    """Depthwise causal convolution and SiLU of a packed stream, as `short_conv`: [halo + T, D] -> [T, D]."""
+    y_TD: Tensor = _ShortConv.apply(x_TD, weight_D1W, maps)  # pyright: ignore[reportAssignmentType]
+    return y_TD[maps.halo :]
 
 
 class _Factors:
@@ -125,7 +147,8 @@ class _Factors:
 
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_TNK: Tensor, k_TNK: Tensor, v_TNV: Tensor, g_TNK: Tensor, beta_TN: Tensor, maps: KdaMaps):
+    def forward(ctx, q_TNK: Tensor, k_TNK: Tensor, v_TNV: Tensor, g_TNK: Tensor, beta_TN: Tensor, maps: KdaMaps,
+                handover: StateHandover | None):  # fmt: skip
         q, q_scale = _unit(maps.scatter(q_TNK), q_TNK.shape[-1] ** -0.5)
         k, k_scale = _unit(maps.scatter(k_TNK), 1.0)
         v, cum = maps.scatter(v_TNV), maps.scatter(g_TNK).cumsum_(1)
@@ -134,17 +157,27 @@ class _DeltaRule(torch.autograd.Function):
         eye = torch.eye(CHUNK, device=q.device)
         inverse = torch.linalg.solve_triangular(beta * f.kk_PCC + eye, eye, upper=False, unitriangular=True)
         scaled = inverse * beta.transpose(1, 2)
-        u, states = _scan(scaled @ v, scaled @ f.k_decay, f, maps.step_slices(q_TNK.shape[1]))
-        ctx.save_for_backward(q, k, v, cum, beta, q_scale, k_scale, inverse, u, states)
-        ctx.maps, ctx.dtype, ctx.heads = maps, v_TNV.dtype, q_TNK.shape[1]
+        u0, w = scaled @ v, scaled @ f.k_decay
+        start, transition = None, None
+        if handover is not None:
+            end, transition = _end_state(u0, w, f, _rows(maps.last_chunks, q_TNK.shape[1]), handover.spans)
+            start = handover.incoming(end, transition)
+        first = slice(maps.first_chunks[0] * q_TNK.shape[1], (maps.first_chunks[0] + 1) * q_TNK.shape[1])
+        u, states = _scan(u0, w, f, maps.step_slices(q_TNK.shape[1]), first, start)
+        ctx.save_for_backward(q, k, v, cum, beta, q_scale, k_scale, inverse, u, states, transition)
+        ctx.maps, ctx.dtype, ctx.heads, ctx.handover = maps, v_TNV.dtype, q_TNK.shape[1], handover
         return maps.gather(torch.baddbmm(f.q_decay @ states, f.qk_PCC, u)).view(v_TNV.shape)
 
     @staticmethod
     def backward(ctx, grad_TNV: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, cum, beta, q_scale, k_scale, inverse, u, states = ctx.saved_tensors
+        q, k, v, cum, beta, q_scale, k_scale, inverse, u, states, transition = ctx.saved_tensors
         maps, f, d_out = ctx.maps, _Factors(q, k, cum), ctx.maps.scatter(grad_TNV)
         w = (inverse * beta.transpose(1, 2)) @ f.k_decay
-        d_u, d_states = _scan_backward(d_out, w, f, maps.step_slices(ctx.heads))
+        d_end, last = None, _rows(maps.last_chunks, ctx.heads)
+        if ctx.handover is not None:
+            d_start = _start_gradient(d_out, w, f, _rows(maps.first_chunks, ctx.heads))
+            d_end = ctx.handover.outgoing(d_start, transition)
+        d_u, d_states = _scan_backward(d_out, w, f, maps.step_slices(ctx.heads), last[-1], d_end)
         d_rhs = inverse.transpose(1, 2) @ d_u
         d_v = beta * d_rhs
         d_beta = torch.linalg.vecdot(d_rhs, v - f.k_decay @ states - f.kk_PCC @ u)
@@ -163,7 +196,7 @@ class _DeltaRule(torch.autograd.Function):
         shape = grad_TNV.shape[:2]
         d_q, d_k, d_v, d_g = (maps.gather(x).unflatten(0, shape) for x in (d_q, d_k, d_v, d_g))
         d_beta = maps.gather(d_beta.unsqueeze(-1)).view(shape)
-        return d_q.to(ctx.dtype), d_k.to(ctx.dtype), d_v.to(ctx.dtype), d_g, d_beta, None
+        return d_q.to(ctx.dtype), d_k.to(ctx.dtype), d_v.to(ctx.dtype), d_g, d_beta, None, None
 
 
 def _unit(x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -177,10 +210,21 @@ def _unit_backward(grad: Tensor, y: Tensor, factor: Tensor, inverse_square_scale
     return grad.addcmul_(y, along).mul_(factor)
 
 
-def _scan(u0: Tensor, w: Tensor, f: _Factors, steps: list[slice]) -> tuple[Tensor, Tensor]:
-    """Deltas U [P, C, V] and the state before each chunk [P, K, V]; sequences leave from the back as they end."""
+def _rows(chunks: list[int], heads: int) -> list[slice]:
+    """Where the matrices of each chunk are."""
+    return [slice(chunk * heads, (chunk + 1) * heads) for chunk in chunks]
+
+
+def _scan(u0: Tensor, w: Tensor, f: _Factors, steps: list[slice], first: slice,
+          start: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Deltas U [P, C, V] and the state before each chunk [P, K, V]; sequences leave from the back as they end.
+
+    `start` [N, K, V]: the state before the first sequence's first chunk `first`, where it isn't zero.
+    """
     states = u0.new_empty(u0.shape[0], w.shape[2], u0.shape[2])
     state = u0.new_zeros(steps[0].stop, *states.shape[1:])
+    if start is not None:
+        state[first] = start
     for at in steps:
         state = state[: at.stop - at.start]
         states[at] = state
@@ -189,11 +233,42 @@ def _scan(u0: Tensor, w: Tensor, f: _Factors, steps: list[slice]) -> tuple[Tenso
     return u0, states
 
 
-def _scan_backward(d_out: Tensor, w: Tensor, f: _Factors, steps: list[slice]) -> tuple[Tensor, Tensor]:
-    """Gradients of the deltas [P, C, V] and of the state after each chunk [P, K, V]."""
+def _end_state(u0: Tensor, w: Tensor, f: _Factors, rows: list[slice], spans: bool) -> tuple[Tensor, Tensor]:
+    """The state after the chunks `rows` from zero [N, K, V], and their transition [N, K, K], which only a sequence that
+    goes through the whole slice needs (zero otherwise)."""
+    heads, key_dim, value_dim = rows[0].stop - rows[0].start, w.shape[2], u0.shape[2]
+    state = u0.new_zeros(heads, key_dim, value_dim + (key_dim if spans else 0))
+    if spans:
+        state[..., value_dim:] = torch.eye(key_dim, device=u0.device)
+    for at in rows:
+        u = -(w[at] @ state)
+        u[..., :value_dim] += u0[at]
+        state = torch.baddbmm(f.end_PK1[at] * state, f.k_rest[at].transpose(1, 2), u)
+    transition = state[..., value_dim:] if spans else u0.new_zeros(heads, key_dim, key_dim)
+    return state[..., :value_dim], transition
+
+
+def _start_gradient(d_out: Tensor, w: Tensor, f: _Factors, rows: list[slice]) -> Tensor:
+    """Gradient [N, K, V] of the state before the chunks `rows`, with nothing coming back to their end."""
+    d_state = d_out.new_zeros(rows[0].stop - rows[0].start, w.shape[2], d_out.shape[2])
+    for at in reversed(rows):
+        d_u = torch.baddbmm(f.qk_PCC[at].transpose(1, 2) @ d_out[at], f.k_rest[at], d_state)
+        d_before = (f.q_decay[at].transpose(1, 2) @ d_out[at]).baddbmm_(w[at].transpose(1, 2), d_u, alpha=-1.0)
+        d_state = d_before.addcmul_(f.end_PK1[at], d_state)
+    return d_state
+
+
+def _scan_backward(d_out: Tensor, w: Tensor, f: _Factors, steps: list[slice], last: slice,
+                   d_end: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of the deltas [P, C, V] and of the state after each chunk [P, K, V].
+
+    `d_end` [N, K, V]: gradient of the state after the last sequence's last chunk `last`, where it isn't zero.
+    """
     d_u = f.qk_PCC.transpose(1, 2) @ d_out
     d_before = f.q_decay.transpose(1, 2) @ d_out  # what each chunk's own output says of the state before it
     d_states = torch.zeros_like(d_before)
+    if d_end is not None:
+        d_states[last] = d_end
     for at, previous in zip(reversed(steps), [*reversed(steps[:-1]), None], strict=True):
         d_u[at].baddbmm_(f.k_rest[at], d_states[at])
         if previous is not None:
@@ -203,6 +278,11 @@ def _scan_backward(d_out: Tensor, w: Tensor, f: _Factors, steps: list[slice]) ->
     return d_u, d_states
 
 
-def delta_rule(q_TNK: Tensor, k_TNK: Tensor, v_TNV: Tensor, g_TNK: Tensor, beta_TN: Tensor, maps: KdaMaps) -> Tensor:
-    """The gated delta rule from a zero state over a packed stream, fp32 [T, N, V]; arguments as `kda_chunk`."""
-    return _DeltaRule.apply(q_TNK, k_TNK, v_TNV, g_TNK, beta_TN, maps)  # pyright: ignore[reportReturnType]
+def delta_rule(q_TNK: Tensor, k_TNK: Tensor, v_TNV: Tensor, g_TNK: Tensor, beta_TN: Tensor, maps: KdaMaps,
+               handover: StateHandover | None = None) -> Tensor:  # fmt: skip
+    """The gated delta rule over a packed stream, fp32 [T, N, V]; arguments as `kda_chunk`.
+
+    Sequences start from a zero state; with `handover` the stream is this rank's slice of a longer one, its first
+    sequence goes on from the ranks before and its last one goes on after it. Collective, both ways.
+    """
+    return _DeltaRule.apply(q_TNK, k_TNK, v_TNV, g_TNK, beta_TN, maps, handover)  # pyright: ignore[reportReturnType]

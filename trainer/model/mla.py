@@ -1,6 +1,7 @@
 """A gated MLA layer without rotation (spec 2.4), with factors on q_a, kv_a and the output projection.
 
-Shape legend: T tokens, H hidden, N heads, Q = P + X query channels (P own, X shared extra), V value channels, C latent.
+Shape legend: T tokens of this rank, S tokens whose keys it needs (T without context parallelism), H hidden, N heads of
+this rank, Q = P + X query channels (P own, X shared extra), V value channels, A and C latents.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from miles_k3.k3.ops.mla import mla_expanded
 from miles_k3.k3.params import attn_prefix
 from miles_k3.trainer.lora import DenseLora, Factory
 from miles_k3.trainer.lora_rules import Site
+from miles_k3.trainer.model.collectives import enter, leave, replicated, shared
 from miles_k3.trainer.model.frozen import FrozenWeights
 from miles_k3.trainer.model.stream import Stream
 
 
 class MlaAttention(nn.Module):
-    """[T, H] -> [T, H] over a packed stream; causal within each sequence."""
+    """[T / sp, H] -> [T / sp, H] over a packed stream; causal within each sequence."""
 
     def __init__(self, frozen: FrozenWeights, factory: Factory, layer: int):
         super().__init__()
         p, k3 = attn_prefix(layer), frozen.k3
+        self.ranks = frozen.ranks
         self.query_dim, self.value_dim = k3.qk_head_dim, k3.v_head_dim
         self.key_dim, self.extra_dim, self.latent_dim = k3.qk_nope_head_dim, k3.qk_rope_head_dim, k3.kv_lora_rank
         self.q_a_proj, self.kv_a_proj = frozen.linear(p + "q_a_proj"), frozen.linear(p + "kv_a_proj_with_mqa")
@@ -34,12 +37,26 @@ class MlaAttention(nn.Module):
         self.o_lora = DenseLora(factory, p + "o_proj", Site.O_PROJ)
 
     def forward(self, x_TH: Tensor, stream: Stream) -> Tensor:
-        q_TA = self.q_a_norm(self.q_a_lora(x_TH, self.q_a_proj(x_TH)))
-        q_TNQ = self.q_b_proj(q_TA).unflatten(-1, (-1, self.query_dim))
-        c_TC, extra_TX = self.kv_a_lora(x_TH, self.kv_a_proj(x_TH)).split([self.latent_dim, self.extra_dim], dim=-1)
-        kv = self.kv_b_proj(self.kv_a_norm(c_TC)).unflatten(-1, (-1, self.key_dim + self.value_dim))
-        k_TNP, v_TNV = kv.split([self.key_dim, self.value_dim], dim=-1)
-        k_TNQ = torch.cat([k_TNP, extra_TX.unsqueeze(1).expand(-1, k_TNP.shape[1], -1)], dim=-1)
-        o_TD = mla_expanded(q_TNQ, k_TNQ, v_TNV, stream.packed).flatten(1)
-        o_TD = o_TD * torch.sigmoid(self.g_proj(x_TH))
-        return self.o_lora(o_TD, self.o_proj(o_TD))
+        x_TH = enter(x_TH, self.ranks)
+        q_TNQ, latents_TD = self._latents(replicated(x_TH, self.ranks))
+        if stream.mla is None:
+            o_TNV = mla_expanded(q_TNQ, *self._expand(latents_TD), stream.packed)
+        else:
+            o_TNV = stream.mla.attend(q_TNQ, *self._expand(stream.mla.gather(latents_TD)))
+        o_TD = o_TNV.flatten(1) * torch.sigmoid(self.g_proj(x_TH))
+        return leave(self.o_lora(o_TD, self.o_proj(o_TD)), self.ranks)
+
+    def _latents(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [T, N, Q], and what keys and values are made of: [normalised latent | extra key], [T, C + X]."""
+        q_TA = shared(self.q_a_lora(x_TH, self.q_a_proj(x_TH)), self.ranks)
+        q_TNQ = self.q_b_proj(self.q_a_norm(q_TA)).unflatten(-1, (-1, self.query_dim))
+        latents = shared(self.kv_a_lora(x_TH, self.kv_a_proj(x_TH)), self.ranks)
+        c_TC, extra_TX = latents.split([self.latent_dim, self.extra_dim], dim=-1)
+        return q_TNQ, torch.cat([self.kv_a_norm(c_TC), extra_TX], dim=-1)
+
+    def _expand(self, latents_SD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [S, N, Q] and values [S, N, V] of this rank's heads."""
+        c_SC, extra_SX = latents_SD.split([self.latent_dim, self.extra_dim], dim=-1)
+        kv = self.kv_b_proj(c_SC).unflatten(-1, (-1, self.key_dim + self.value_dim))
+        k_SNP, v_SNV = kv.split([self.key_dim, self.value_dim], dim=-1)
+        return torch.cat([k_SNP, extra_SX.unsqueeze(1).expand(-1, k_SNP.shape[1], -1)], dim=-1), v_SNV

@@ -142,7 +142,7 @@ def test_experts(dense: bool, rank: int) -> None:
         lora=(term,) if with_lora else (),
     )  # fmt: skip
     trained = [term.a1, term.b1, term.a3, term.b3, term.a2, term.b2] if with_lora else []
-    check(experts.collect(out, rows), wanted, [z, weights, *trained])
+    check(experts.combine(out, weights, rows), wanted, [z, weights, *trained])
 
 
 def _planted(name: str) -> Callable[[Tensor, Tensor], Tensor]:

@@ -30,7 +30,7 @@ LENGTHS = (9, 2, 17, 33, 1, 16)
 
 
 def stream_of(sequences: list[Tensor], routed: Tensor | None = None) -> Stream:
-    return Stream.of(torch.cat(sequences), [len(s) for s in sequences], CONFIG, routed_TLK=routed)
+    return Stream.of(torch.cat(sequences), [len(s) for s in sequences], CONFIG, routed_TEK=routed)
 
 
 @torch.no_grad()

@@ -8,9 +8,11 @@ from helpers.batches import random_tokens
 from helpers.tiny import tiny_base
 from helpers.trainers import ADAPTER, CONFIG, adapter_tensors, tiny_trainer, weights
 
-from miles_k3.config import ParallelSection
+from miles_k3.config import TrainerSection
 from miles_k3.trainer import lora
+from miles_k3.trainer.adapter_shards import exported_pieces
 from miles_k3.trainer.build import transformer_config
+from miles_k3.trainer.distributed import Ranks
 from miles_k3.trainer.model.stage import K3Stage
 from miles_k3.trainer.model.stream import Stream, Wanted
 
@@ -20,17 +22,19 @@ LENGTHS = (9, 17, 5)
 @pytest.mark.parametrize("cut", [1, 2, 3, 5, 7])
 def test_two_stages_equal_one(cut: int) -> None:
     trainer = tiny_trainer(calm=True)  # brings megatron's groups up
-    factory = lora.Factory(CONFIG, ADAPTER, seed=0, dtype=torch.float32, device=torch.device("cpu"))
-    config = transformer_config(CONFIG, ParallelSection(), torch.float32)
+    factory = lora.Factory(
+        CONFIG, ADAPTER, seed=0, dtype=torch.float32, device=torch.device("cpu"), ranks=trainer.ranks
+    )
+    config = transformer_config(CONFIG, TrainerSection(), torch.float32)
     base = tiny_base(CONFIG, weights(True))
     stages = [K3Stage(config, CONFIG, base, factory, layers) for layers in (range(cut), range(cut, 8))]
     stream = Stream.of(torch.cat(random_tokens(LENGTHS)), LENGTHS, CONFIG)
     places = torch.arange(0, 31, 2)
-    wanted = Wanted(places_M=places, targets_M=stream.tokens_T[places], temperature=1.0)
+    wanted = Wanted.of(stream.layout, places, stream.tokens_L[places], 1.0)
     for model in (trainer.model, *stages):
         with torch.no_grad():
-            for name, view in lora.exported_tensors(model).items():
-                view.copy_(adapter_tensors()[name])
+            for name, piece in exported_pieces([model], Ranks()).items():
+                piece.tensor.copy_(adapter_tensors()[name])
 
     stages[0].set_input_tensor([None])
     sent = stages[0](stream)

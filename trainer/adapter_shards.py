@@ -1,0 +1,120 @@
+"""A rank's parts of the exported adapter tensors: named, gathered into whole ones, filled from whole ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from miles_k3.adapters.layout import AdapterTensor, gate_up_pairs, split_name
+from miles_k3.adapters.update import key_findings
+from miles_k3.errors import AdapterError
+from miles_k3.trainer.distributed import Ranks
+from miles_k3.trainer.lora import LoraModule
+from miles_k3.trainer.lora_rules import FactorRule, Split
+from miles_k3.types import AdapterConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """This rank's part of one exported tensor, as a view: it begins at `start` along `dim` of the whole one.
+
+    `owned`: whether this rank is the one of several with the same part that speaks for it.
+    """
+
+    tensor: Tensor
+    split: Split
+    owned: bool
+
+    @property
+    def start(self) -> int:
+        return 0 if self.split.dim is None else self.split.axis.rank * self.tensor.shape[self.split.dim]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same part of another tensor."""
+        return whole if self.split.dim is None else whole.narrow(
+            self.split.dim, self.start, self.tensor.shape[self.split.dim]
+        )  # fmt: skip
+
+
+def exported_pieces(
+    chunks: Iterable[nn.Module], ranks: Ranks, like: Mapping[Parameter, Tensor] | None = None
+) -> dict[str, Piece]:
+    """Exported name -> this rank's part of it, of its factors or of `like` (parameter -> tensor of its shape)."""
+    pieces = {}
+    for module in (m for chunk in chunks for m in chunk.modules() if isinstance(m, LoraModule)):
+        parameters = dict(module.named_parameters())
+        own = {name: p if like is None else like[p] for name, p in parameters.items()}
+        for name, (tensor, parameter) in module.exports(own).items():
+            rule: FactorRule = vars(parameters[parameter])["factor_rule"]
+            pieces[name] = Piece(tensor, Split.of(rule, ranks), _owned(rule, ranks))
+    return pieces
+
+
+def _owned(rule: FactorRule, ranks: Ranks) -> bool:
+    if rule.per_expert:
+        return ranks.expert_dp.rank == 0
+    return ranks.dp_cp.rank == 0 and (rule.tp_dim is not None or ranks.tp.rank == 0)
+
+
+def assemble(pieces: Mapping[str, Piece], layout: Mapping[str, AdapterTensor], ranks: Ranks) -> dict[str, Tensor]:
+    """The whole tensors in the layout's order, on every rank, from the parts that their owners hold. Collective.
+
+    They own their memory where there are several ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {name: pieces[name].tensor.detach() for name in layout}
+    owned = {name: piece for name, piece in pieces.items() if piece.owned}
+    facts = {name: (piece.split.dim, piece.start, tuple(piece.tensor.shape)) for name, piece in owned.items()}
+    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, facts)
+    like = next(iter(pieces.values())).tensor
+    whole = {name: like.new_empty(tensor.shape) for name, tensor in layout.items()}
+    for source, parts in enumerate(everyone):
+        if not parts:
+            continue
+        flat = like.new_empty(sum(math.prod(shape) for _, _, shape in parts.values()))
+        if source == dist.get_rank():
+            torch.cat([owned[name].tensor.detach().reshape(-1) for name in parts], out=flat)
+        dist.broadcast(flat, src=source)
+        values = flat.split([math.prod(shape) for _, _, shape in parts.values()])
+        for (name, (dim, start, shape)), value in zip(parts.items(), values, strict=True):
+            target = whole[name] if dim is None else whole[name].narrow(dim, start, shape[dim])
+            target.copy_(value.view(shape))
+    return whole
+
+
+def load_adapter(
+    pieces: Mapping[str, Piece], layout: Mapping[str, AdapterTensor], adapter: AdapterConfig,
+    tensors: Mapping[str, Tensor],
+) -> None:  # fmt: skip
+    """Fill this rank's factors `pieces` from a whole adapter.
+
+    Raises AdapterError, before anything changes, when a tensor is missing, foreign, misshapen or not finite, or when
+    gate and up have two A's and the model has room for one.
+    """
+    problems = [f"the adapter {finding}" for finding in key_findings(tensors, layout)]
+    for name in layout.keys() & tensors.keys():
+        expected, found = layout[name].shape, tuple(tensors[name].shape)
+        if found != expected:
+            problems.append(f"{name} has shape {list(found)}, expected {list(expected)}: another model or rank")
+        elif not torch.isfinite(tensors[name]).all():
+            problems.append(f"{name} holds NaN or infinity")
+    if adapter.share_gate_up_a and not problems:
+        problems += [
+            f"{split_name(gate)[0]} and {split_name(up)[0]} have different A factors but one is trained for both; "
+            "set lora.share_gate_up_a: false"
+            for gate, up in gate_up_pairs(layout)
+            if not torch.equal(tensors[gate], tensors[up])
+        ]
+    if problems:
+        raise AdapterError("\n".join(problems[:20]))
+    with torch.no_grad():
+        for name, piece in pieces.items():
+            piece.tensor.copy_(piece.of(tensors[name]))
