@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,9 +39,26 @@ class ExpertBank:
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(w13 [E, 2I, Z], w2 [E, Z, I]): the resident tensors, or a fresh dequantisation when only codes are kept."""
-        if self.w13 is not None and self.w2 is not None:
-            return self.w13, self.w2
-        return _decoded(self.w13_packed, self.w13_scale, dtype), _decoded(self.w2_packed, self.w2_scale, dtype)
+        return self.weight("w13", dtype), self.weight("w2", dtype)
+
+    def weight(self, which: Literal["w13", "w2"], dtype: torch.dtype) -> Tensor:
+        """One of the two: the resident tensor, or a fresh dequantisation when only codes are kept."""
+        if which == "w13":
+            return _decoded(self.w13_packed, self.w13_scale, dtype) if self.w13 is None else self.w13
+        return _decoded(self.w2_packed, self.w2_scale, dtype) if self.w2 is None else self.w2
+
+    @property
+    def packed(self) -> bool:
+        """Whether the codes are kept, and weights are unpacked when they are asked for."""
+        return self.w13 is None
+
+    @property
+    def numbers_per_expert(self) -> int:
+        """Of the larger weight, w13."""
+        if self.w13 is not None:
+            return self.w13[0].numel()
+        assert self.w13_packed is not None, "codes were dropped"
+        return 2 * self.w13_packed[0].numel()
 
     def keep_dense(self, dtype: torch.dtype) -> None:
         """Dequantise once and drop the codes, one matrix after the other."""

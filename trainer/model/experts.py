@@ -1,7 +1,7 @@
 """Routed experts on rows sorted by expert, with the backward pass written out.
 
 Frozen packed or dense weights, LoRA factors, SiTU and the router's weights in one function, which keeps SiTU's
-parts and recomputes the rest; packed weights are unpacked again in the backward. The plain twin is
+parts and recomputes the rest; packed weights are unpacked tile by tile, and again in the backward. The plain twin is
 `k3.ops.latent_moe.latent_experts`.
 Shape legend: T tokens, K chosen experts per token, M = T * K rows sorted by expert, Z latent, I inner width, E experts,
 R rank.
@@ -10,7 +10,7 @@ R rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ from torch.linalg import vecdot
 from miles_k3.k3.ops.latent_moe import Dispatch
 from miles_k3.k3.weights import ExpertBank
 from miles_k3.trainer.model.elementwise import SituParts
+
+TILE_NUMBERS = 1 << 29  # weights unpacked at once: 1 GiB in bfloat16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,21 +130,21 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MZ: Tensor, weight_M: Tensor, ends: Tensor, bank: ExpertBank, betas: tuple[float, float],
                 scaling: float, *factors: Tensor):  # fmt: skip
-        w13, w2 = bank.dense(x_MZ.dtype)
+        weights = FrozenExperts.of(bank, ends)
         lora = Factors(*factors) if factors else None
-        h = _grouped(x_MZ, w13, ends)
+        h = weights.times(x_MZ, "w13")
         if lora is not None:
             gate, up = h.chunk(2, dim=-1)
             gate += _grouped(lora.low1_MR, lora.b1_EIR, ends)
             up += _grouped(lora.low3_MR, lora.b3_EIR, ends)
         parts = SituParts.of(h, *betas)
         act = parts.value().to(h.dtype)
-        out = _grouped(act, w2, ends)
+        out = weights.times(act, "w2")
         if lora is not None:
             out.addmm_(_grouped(act, lora.a2_ERI, ends), lora.b2_ZR.t(), alpha=scaling)
         saved = parts.to_save(h)
         ctx.save_for_backward(weight_M, ends, *saved, *factors)
-        ctx.bank, ctx.betas, ctx.scaling, ctx.num_saved = bank, betas, scaling, len(saved)
+        ctx.weights, ctx.betas, ctx.scaling, ctx.num_saved = weights, betas, scaling, len(saved)
         return out
 
     @staticmethod
@@ -150,19 +152,19 @@ class _Experts(torch.autograd.Function):
         weight_M, ends, *rest = ctx.saved_tensors
         saved, factors = rest[: ctx.num_saved], rest[ctx.num_saved :]
         lora, dtype = Factors(*factors) if factors else None, saved[0].dtype
-        w13, w2 = ctx.bank.dense(dtype)
+        weights: FrozenExperts = ctx.weights
         parts = SituParts.restored(saved, *ctx.betas)
         act = parts.value()
         grad = grad_MZ.contiguous()
         # `combine` sent the gradient without the weights: the router's then needs the activation, not the output.
         d_low2 = None if lora is None else (grad @ lora.b2_ZR).mul_(ctx.scaling)
-        d_act = F.grouped_mm(grad, w2, offs=ends)
+        d_act = weights.times(grad, "w2", transposed=True)
         if lora is not None and d_low2 is not None:
             d_act += F.grouped_mm(d_low2, lora.a2_ERI, offs=ends)
         d_act = d_act.float()
         d_weight_M, weight_M1 = vecdot(d_act, act), weight_M.unsqueeze(-1)
         d_h = parts.backward(d_act.mul_(weight_M1)).to(dtype)
-        d_x = F.grouped_mm(d_h, w13, offs=ends)
+        d_x = weights.times(d_h, "w13", transposed=True)
         if lora is None or d_low2 is None:
             return d_x, d_weight_M, None, None, None, None
         act = act.to(dtype)
@@ -179,6 +181,42 @@ class _Experts(torch.autograd.Function):
             b2_ZR=(grad.t() @ weighted_low2).mul_(ctx.scaling),
         )
         return d_x, d_weight_M, None, None, None, None, *d_lora
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrozenExperts:
+    """Grouped products with a bank's weights; packed ones are unpacked a few experts at a time, and dropped again.
+
+    `edges`: (first expert, last + 1, first row, last row + 1) of each tile; None where the bank is dense.
+    """
+
+    bank: ExpertBank
+    ends_E: Tensor
+    edges: tuple[tuple[int, int, int, int], ...] | None
+
+    @classmethod
+    def of(cls, bank: ExpertBank, ends_E: Tensor) -> FrozenExperts:
+        """Waits for the device once where the bank is packed."""
+        if not bank.packed:
+            return cls(bank, ends_E, None)
+        ends, size = [0, *ends_E.tolist()], max(1, TILE_NUMBERS // bank.numbers_per_expert)
+        cuts = range(0, len(ends) - 1, size)
+        tiles = ((a, min(a + size, len(ends) - 1)) for a in cuts)
+        return cls(bank, ends_E, tuple((a, b, ends[a], ends[b]) for a, b in tiles if ends[b] > ends[a]))
+
+    def times(self, x_MD: Tensor, which: Literal["w13", "w2"], *, transposed: bool = False) -> Tensor:
+        """Each row times its own expert's weight [O, D], or a gradient times its transpose [D, O]: [M, O]."""
+        if self.edges is None:
+            return self._product(x_MD, self.bank.weight(which, x_MD.dtype), self.ends_E, transposed)
+        parts = []
+        for first, last, start, stop in self.edges:
+            weight = self.bank.part(slice(first, last)).weight(which, x_MD.dtype)
+            parts.append(self._product(x_MD[start:stop], weight, self.ends_E[first:last] - start, transposed))
+        return torch.cat(parts)
+
+    @staticmethod
+    def _product(x_MD: Tensor, weight_EOD: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
+        return F.grouped_mm(x_MD, weight_EOD if transposed else weight_EOD.transpose(1, 2), offs=ends_E)
 
 
 def _grouped(x_MD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:

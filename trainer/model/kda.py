@@ -13,8 +13,9 @@ from miles_k3.k3.params import attn_prefix
 from miles_k3.trainer.lora import DenseLora, Factory
 from miles_k3.trainer.lora_rules import Site
 from miles_k3.trainer.model.collectives import enter, leave
-from miles_k3.trainer.model.elementwise import gated_norm, kda_gate
+from miles_k3.trainer.model.elementwise import gated_norm
 from miles_k3.trainer.model.frozen import FrozenWeights
+from miles_k3.trainer.model.kda_context import Decay
 from miles_k3.trainer.model.kda_core import short_conv_silu
 from miles_k3.trainer.model.stream import Stream
 
@@ -45,11 +46,15 @@ class KdaAttention(nn.Module):
         )
         # f_a is whole on every rank, but nothing in it is trained: its gradient may stay in parts until `enter` sums.
         f_CNK = self._heads(self.f_b_proj(self.f_a_proj(x_CH)))
-        g_CNK = kda_gate(f_CNK, self.a_log, self.dt_bias.unflatten(0, (-1, self.head_dim)), self.lower_bound)
         beta_CN = torch.sigmoid(self.b_proj(x_CH).float())
-        o_CNK = kda.delta_rule(q, k, v, g_CNK, beta_CN)
+        o_CNK = kda.delta_rule(q, k, v, f_CNK, self.decay, beta_CN)
         o_CD = gated_norm(o_CNK, self.o_norm, self._heads(self.g_proj(x_CH)), self.eps).flatten(1)
         return leave(kda.give_back(self.o_lora(o_CD, self.o_proj(o_CD))), self.ranks)
+
+    @property
+    def decay(self) -> Decay:
+        dt_bias_NK = self.dt_bias.unflatten(0, (-1, self.head_dim))
+        return Decay(a_log_N=self.a_log, dt_bias_NK=dt_bias_NK, lower_bound=self.lower_bound)
 
     def _heads(self, x_TD: Tensor) -> Tensor:
         return x_TD.unflatten(-1, (-1, self.head_dim))

@@ -6,9 +6,11 @@ rank, K key channels, V value channels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from itertools import accumulate
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +18,11 @@ from torch import Tensor
 from miles_k3.errors import LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.ops.packed import Packed
-from miles_k3.trainer.distributed import Ranks
+from miles_k3.trainer.distributed import Axis, Ranks
 from miles_k3.trainer.model.context import Relayout, TokenLayout, kda_relayouts
+from miles_k3.trainer.model.elementwise import kda_gate
 from miles_k3.trainer.model.kda_core import KdaMaps, delta_rule
+from miles_k3.trainer.model.kda_fla import fla_context, fla_gated_delta_rule
 from miles_k3.trainer.model.state_handover import StateHandover
 
 KdaKernel = Literal["torch", "fla"]
@@ -39,15 +43,38 @@ def pick_kernel(wanted: Literal["auto", "torch", "fla"], device: torch.device, d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KdaContext:
-    """Made once a micro-batch, shared by its KDA layers. Without context parallelism all optional parts are None.
+class Decay:
+    """The frozen numbers of one layer's gate: g = lower_bound * sigmoid(exp(a_log) * (f + dt_bias))."""
 
-    `lengths`: the whole stream's sequences, for fla, which derives its own maps from them.
+    a_log_N: Tensor
+    dt_bias_NK: Tensor
+    lower_bound: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlaStream:
+    """What fla's kernels want to know of the stream: its boundaries, and fla's own context where ranks share it."""
+
+    cu_seqlens: Tensor
+    cu_seqlens_cpu: Tensor
+    context: Any
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], width: int, cp: Axis, device: torch.device | str) -> FlaStream:
+        host = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+        own = host.to(device)
+        return cls(own, host, fla_context(own, host, cp.group, width) if cp.size > 1 else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KdaContext:
+    """Made once a micro-batch, shared by its KDA layers. `into`, `back`, `handover`: None without context parallelism.
+
+    `fla`: for fla's kernels, which hand the state over themselves; None where torch computes.
     """
 
     maps: KdaMaps
-    lengths: tuple[int, ...]
-    kernel: KdaKernel = "torch"
+    fla: FlaStream | None = None
     into: Relayout | None = None
     back: Relayout | None = None
     handover: StateHandover | None = None
@@ -60,12 +87,13 @@ class KdaContext:
         width, rank = k3.short_conv_kernel_size, ranks.cp.rank
         packed = Packed.from_lengths(tuple(layout.slice_lengths(rank)))
         maps = KdaMaps.of(packed, k3.kda_num_heads // ranks.tp.size, width, layout.halo(rank, width)).to(device)
+        fla = FlaStream.of(layout.lengths, width, ranks.cp, device) if kernel == "fla" else None
         if ranks.cp.size == 1:
-            return cls(maps=maps, lengths=layout.lengths, kernel=kernel)
+            return cls(maps=maps, fla=fla)
         into, back = kda_relayouts(layout, width)
         return cls(
-            maps=maps, lengths=layout.lengths, kernel=kernel, into=into.to(device), back=back.to(device),
-            handover=StateHandover.of(layout),
+            maps=maps, fla=fla, into=into.to(device), back=back.to(device),
+            handover=None if fla else StateHandover.of(layout),
         )  # fmt: skip
 
     def take(self, x_LH: Tensor) -> Tensor:
@@ -76,6 +104,17 @@ class KdaContext:
         """[C, H] -> [L, H]."""
         return y_CH if self.back is None else self.back(y_CH)
 
-    def delta_rule(self, q_CNK: Tensor, k_CNK: Tensor, v_CNV: Tensor, g_CNK: Tensor, beta_CN: Tensor) -> Tensor:
-        """The slice's part of the whole stream's delta rule: fp32 [C, N, V]; arguments as `kda_chunk`."""
+    def delta_rule(
+        self, q_CNK: Tensor, k_CNK: Tensor, v_CNV: Tensor, f_CNK: Tensor, decay: Decay, beta_CN: Tensor
+    ) -> Tensor:
+        """The slice's part of the whole stream's delta rule: fp32 [C, N, V].
+
+        Raw q, k and gate input f, sigmoided fp32 beta; sequences start from a zero state.
+        """
+        if self.fla is not None:
+            return fla_gated_delta_rule(
+                q_CNK, k_CNK, v_CNV, f_CNK, decay.a_log_N, decay.dt_bias_NK, decay.lower_bound, beta_CN,
+                self.fla.cu_seqlens, self.fla.cu_seqlens_cpu, self.fla.context,
+            )  # fmt: skip
+        g_CNK = kda_gate(f_CNK, decay.a_log_N, decay.dt_bias_NK, decay.lower_bound)
         return delta_rule(q_CNK, k_CNK, v_CNV, g_CNK, beta_CN, self.maps, self.handover)

@@ -145,6 +145,23 @@ def test_experts(dense: bool, rank: int) -> None:
     check(experts.combine(out, weights, rows), wanted, [z, weights, *trained])
 
 
+@pytest.mark.parametrize("numbers", [1, 2 * 2048 * 2, 1 << 29])
+def test_packed_experts_are_unpacked_tile_by_tile(monkeypatch: pytest.MonkeyPatch, numbers: int) -> None:
+    """One expert, two experts (the last tile is ragged) or all at once: the same bits as the dense bank's."""
+    packed, z, _, chosen, _ = _expert_case(False, 1)
+    dense = _expert_case(True, 1)[0]
+    dense.w13, dense.w2 = packed.dense(torch.float32)
+    monkeypatch.setattr(experts, "TILE_NUMBERS", numbers)
+    rows = experts.Rows.of(chosen, 5)
+    tiled, whole = (experts.FrozenExperts.of(bank, rows.ends_E) for bank in (packed, dense))
+    assert tiled.edges is not None
+    assert len(tiled.edges) == {1: 4, 8192: 2, 1 << 29: 1}[numbers]  # the expert without rows is never unpacked
+    x = experts.spread(z, rows)
+    h = whole.times(x, "w13")
+    assert torch.equal(tiled.times(x, "w13"), h)
+    assert torch.equal(tiled.times(h, "w13", transposed=True), whole.times(h, "w13", transposed=True))
+
+
 def _planted(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     return {"forgets a term": lambda g, x: g, "wrong sign": lambda g, x: -g}[name]
 
