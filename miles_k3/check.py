@@ -119,7 +119,7 @@ def _check_model(found: _Findings, recipe: Recipe) -> K3Config | None:
 
 
 def _check_layout(found: _Findings, recipe: Recipe, config: K3Config, world: World, *, assumed: bool) -> None:
-    from miles_k3.launch import launch_problems, torchrun_line
+    from miles_k3.launch import launch_problems, train_command
 
     problems = launch_problems(recipe, config, world)
     for problem in problems:
@@ -130,7 +130,10 @@ def _check_layout(found: _Findings, recipe: Recipe, config: K3Config, world: Wor
         dp = data_parallel_size(p, world.size)
         which = "the least for this layout; a multiple adds data-parallel ranks" if assumed else "as started"
         found.add(
-            "layout", True, f"{sizes}, dp {dp} on {world.size} ranks ({which}): start with {torchrun_line(world.size)}"
+            "layout",
+            True,
+            f"{sizes}, dp {dp} on {world.size} ranks ({which}): start with "
+            f"{train_command('RECIPE', world.size, world.local_size)}",
         )
 
 

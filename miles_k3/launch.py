@@ -54,11 +54,13 @@ def pick_threads(wanted: int, world: World) -> int:
     return max(1, len(os.sched_getaffinity(0)) // world.local_size)
 
 
-def torchrun_line(ranks: int, recipe: str = "RECIPE") -> str:
-    """How a run of that many ranks is started on one host."""
+def train_command(recipe: str, ranks: int, per_host: int | None = None) -> str:
+    """How a run of that many ranks is started; on one host unless `per_host` says otherwise."""
     if ranks == 1:
         return f"miles-k3 train {recipe}"
-    return f"torchrun --nproc-per-node {ranks} -m miles_k3 train {recipe}"
+    per_host = per_host or ranks
+    hosts = f"--nnodes {ranks // per_host} " if per_host < ranks else ""
+    return f"torchrun {hosts}--nproc-per-node {per_host} -m miles_k3 train {recipe}"
 
 
 def _device_problems(recipe: Recipe, world: World) -> Iterator[str]:

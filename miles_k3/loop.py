@@ -21,6 +21,7 @@ from miles_k3.batch import make_batch
 from miles_k3.config import Recipe
 from miles_k3.errors import AdapterError
 from miles_k3.harvest import eval_metrics, harvest, held_out_quality
+from miles_k3.launch import train_command
 from miles_k3.metrics import MetricsLog, SilentLog, StepTimer, peak_memory_bytes
 from miles_k3.plot import plot_run
 from miles_k3.protocols import Trainer
@@ -225,7 +226,8 @@ def _agreed(asked: signal.Signals | None, world: World) -> signal.Signals | None
 
 def _how_to_go_on(step: int, stopped: signal.Signals, run: RunFolder) -> str:
     kept = "with a checkpoint" if step else "before the first checkpoint"
-    return f"stopped by {stopped.name} after step {step}, {kept}; go on with miles-k3 train {run.path} --resume"
+    command = train_command(str(run.path), run.world.size, run.world.local_size)
+    return f"stopped by {stopped.name} after step {step}, {kept}; go on with {command} --resume"
 
 
 def _open_log(recipe: Recipe, run: RunFolder) -> MetricsLog:

@@ -21,6 +21,10 @@ from miles_k3.errors import LaunchError, MilesError
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(hours=2)  # a rank may grade or checkpoint for long while the others wait
+PEER_LOST = (
+    f"another process of this run has ended, or did not answer within {_TIMEOUT // timedelta(hours=1)} hours, so the "
+    "run ends; its own message, or the launcher's report, says why"
+)
 _store: Any = None  # the launcher's key-value store, which outlives a rank that ends
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -137,11 +141,7 @@ def _exchange(call: Callable[[], None]) -> None:
     try:
         call()
     except RuntimeError as error:
-        raise PeerLostError(
-            "another process of this run has ended, or did not answer within "
-            f"{_TIMEOUT // timedelta(hours=1)} hours, so the run ends; its own message, or the launcher's report, "
-            "says why"
-        ) from error
+        raise PeerLostError(PEER_LOST) from error
 
 
 def world_of(environ: Mapping[str, str] = os.environ) -> World:
@@ -211,9 +211,12 @@ def end_alone(main: Callable[[], None]) -> None:
         main()
     except SystemExit as end:
         code = end.code or 0
-    except BaseException:  # noqa: BLE001 printed in full, and the process ends with it
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 printed, and the process ends with it
         code = 1
+        if not (isinstance(error, RuntimeError) and " by peer" in str(error)):  # gloo's words in the midst of a step
+            traceback.print_exc()
+        elif first_to_say(text := f"error: {PEER_LOST}"):
+            print(text, file=sys.stderr)
     if code != 0:
         sys.stdout.flush()
         sys.stderr.flush()
