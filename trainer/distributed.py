@@ -13,8 +13,10 @@ from torch._C._distributed_c10d import HashStore
 
 from miles_k3.config import ParallelSection, TrainerSection
 from miles_k3.errors import LaunchError
+from miles_k3.k3.base_shard import BaseShard
 from miles_k3.k3.config import K3Config
-from miles_k3.parallel import layout_problems
+from miles_k3.k3.weights import ResidentBase
+from miles_k3.parallel import layout_problems, rank_stages
 from miles_k3.trainer import cpu_shim
 from miles_k3.trainer.mcore import model_parallel_cuda_manual_seed, parallel_state
 from miles_k3.world import World, leave_world, world_of
@@ -82,6 +84,22 @@ def initialize(k3: K3Config, section: TrainerSection, *, device: torch.device, s
         _make_groups(section.parallel)
         model_parallel_cuda_manual_seed(seed)
     return _ranks(section.parallel)
+
+
+def base_shard(config: K3Config, parallel: ParallelSection, ranks: Ranks) -> BaseShard:
+    """What this rank must hold of the base, for `load_base`."""
+    layers = tuple(i for stage in rank_stages(parallel, config.num_hidden_layers, ranks.pp.rank) for i in stage)
+    experts = range(config.num_experts)[ranks.ep.part(config.num_experts)]
+    return BaseShard(layers=layers, experts=experts, tp_rank=ranks.tp.rank, tp_size=ranks.tp.size)
+
+
+def check_shard(base: ResidentBase, parallel: ParallelSection, ranks: Ranks) -> None:
+    """Raises LaunchError when the base was loaded as another rank's shard."""
+    expected = base_shard(base.config, parallel, ranks)
+    if base.shard not in (None, expected):
+        raise LaunchError(
+            f"the base holds {base.shard}, but this rank needs {expected}; load it with distributed.base_shard"
+        )
 
 
 def _join(world: World, device: torch.device) -> None:

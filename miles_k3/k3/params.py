@@ -6,7 +6,7 @@ spec 4.2; LoRA targets: spec 5.1. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -228,9 +228,10 @@ def expert_params(c: K3Config, layer: int, expert: int) -> Iterator[Param]:
         yield _mxfp4(f"{prefix}{name}.weight_scale", rows, cols, cols // MXFP4_GROUP, layer, expert)
 
 
-def expert_names(c: K3Config, layer: int) -> Iterator[str]:
-    """Names of all routed-expert tensors of one layer."""
-    return (p.name for expert in range(c.num_experts) for p in expert_params(c, layer, expert))
+def expert_names(c: K3Config, layer: int, experts: Iterable[int] | None = None) -> Iterator[str]:
+    """Names of the routed-expert tensors of one layer, of all experts or of some."""
+    chosen = range(c.num_experts) if experts is None else experts
+    return (p.name for expert in chosen for p in expert_params(c, layer, expert))
 
 
 def _mxfp4(name: str, rows: int, cols: int, stored_cols: int, layer: int, expert: int) -> Param:

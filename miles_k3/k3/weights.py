@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from miles_k3.errors import CheckpointError
 from miles_k3.k3 import params as table
+from miles_k3.k3.base_shard import BaseShard
 from miles_k3.k3.config import MXFP4_GROUP, K3Config
 from miles_k3.k3.ops import mxfp4
 from miles_k3.k3.params import DType, Param, Part
@@ -87,7 +89,7 @@ def _decoded(packed: Tensor | None, scale: Tensor | None, dtype: torch.dtype) ->
 
 @dataclass(slots=True, eq=False)
 class ResidentBase:
-    """Every text tensor of the model, frozen.
+    """Every text tensor of the model, frozen; or one trainer rank's `shard` of them.
 
     `tensors` maps checkpoint names to tensors: BF16 ones in `dtype`, F32 ones in float32, A_log without its padding.
     `gate_up[prefix]` is the fused [2F, H] weight of a dense or shared MLP, whose halves `tensors` names too.
@@ -99,6 +101,7 @@ class ResidentBase:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     gate_up: dict[str, Tensor] = field(default_factory=dict)
     experts: dict[int, ExpertBank] = field(default_factory=dict)
+    shard: BaseShard | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -110,10 +113,17 @@ class ResidentBase:
             held += bank.tensors
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
+    def num_params(self) -> int:
+        """Parameters of the model that are held."""
+        shard = self.shard or BaseShard.whole(self.config)
+        held = (p for p in table.text_params(self.config) if shard.holds(p, self.config))
+        return sum(p.num_params // (shard.tp_size if p.tp_dim is not None else 1) for p in held)
+
 
 def load_base(folder: str | Path, config: K3Config, *, dtype: torch.dtype, device: torch.device | str = "cpu",
-              base_dtype: str = "bf16", progress: Callable[[int], None] | None = None) -> ResidentBase:  # fmt: skip
-    """Stream a checkpoint into a ResidentBase; `progress` gets the bytes read so far.
+              base_dtype: str = "bf16", progress: Callable[[int], None] | None = None,
+              shard: BaseShard | None = None) -> ResidentBase:  # fmt: skip
+    """Stream a checkpoint, or what `shard` holds of it, into a ResidentBase; `progress` gets the bytes read so far.
 
     Everything the headers show is judged before the first byte is read. Raises CheckpointError naming file and tensor
     for anything missing, torn, foreign, of another shape or dtype, or never written.
@@ -121,14 +131,15 @@ def load_base(folder: str | Path, config: K3Config, *, dtype: torch.dtype, devic
     with Checkpoint(folder) as checkpoint:
         checkpoint.require(table.iter_params(config))
         return build_base(config, table.text_params(config), checkpoint.read, dtype=dtype, device=device,
-                          base_dtype=base_dtype, progress=progress,
+                          base_dtype=base_dtype, progress=progress, shard=shard,
                           where=lambda p: checkpoint.where(p.name))  # fmt: skip
 
 
 def build_base(config: K3Config, params: Iterable[Param], read: Callable[[Param], Tensor], *, dtype: torch.dtype,
                device: torch.device | str = "cpu", base_dtype: str = "bf16",
                progress: Callable[[int], None] | None = None,
-               where: Callable[[Param], str] = lambda p: f"tensor {p.name}") -> ResidentBase:  # fmt: skip
+               where: Callable[[Param], str] = lambda p: f"tensor {p.name}",
+               shard: BaseShard | None = None) -> ResidentBase:  # fmt: skip
     """A ResidentBase from any source of tensors (`read(param)`), e.g. a checkpoint or a generator.
 
     `params` may be some layers only, in any order, but fused tensors must come whole. `where` begins the sentence of
@@ -136,9 +147,12 @@ def build_base(config: K3Config, params: Iterable[Param], read: Callable[[Param]
     """
     if base_dtype not in BASE_DTYPES:
         raise ValueError(f"base_dtype is {base_dtype!r}; expected one of {', '.join(BASE_DTYPES)}")
-    builder = _Builder(ResidentBase(config=config, dtype=dtype, device=torch.device(device)), base_dtype == "bf16")
+    base = ResidentBase(config=config, dtype=dtype, device=torch.device(device), shard=shard)
+    builder = _Builder(base, base_dtype == "bf16")
     done = 0
     for p in params:
+        if shard is not None and not shard.holds(p, config):
+            continue
         builder.place(p, read(p), where)
         done += p.num_bytes
         if progress is not None:
@@ -173,6 +187,7 @@ class _Builder:
 
     def __init__(self, base: ResidentBase, keep_dense: bool) -> None:
         self._base, self._keep_dense = base, keep_dense
+        self._shard = base.shard or BaseShard.whole(base.config)
         self._awaited: dict[str, set[str]] = {}  # prefix of a fused tensor -> its parts that did not come yet
 
     def place(self, p: Param, tensor: Tensor, where: Callable[[Param], str]) -> None:
@@ -188,6 +203,7 @@ class _Builder:
             if p.name.endswith("A_log"):
                 tensor = strip_a_log(tensor, base.config.kda_num_heads, where(p))
             dtype = torch.float32 if p.dtype is DType.F32 else base.dtype
+            tensor = self._shard.part(p, tensor)
             base.tensors[p.name] = tensor.to(device=base.device, dtype=dtype, copy=True)
 
     def finish(self) -> ResidentBase:
@@ -209,7 +225,8 @@ class _Builder:
         return True
 
     def _place_gate_up(self, p: Param, tensor: Tensor) -> None:
-        base, rows = self._base, p.shape[0]
+        base, tensor = self._base, self._shard.part(p, tensor)
+        rows = tensor.shape[0]
         prefix = p.module.rpartition(".")[0] + "."
         if prefix not in base.gate_up:
             base.gate_up[prefix] = torch.empty(2 * rows, p.shape[1], dtype=base.dtype, device=base.device)
@@ -223,15 +240,17 @@ class _Builder:
         assert layer is not None
         assert expert is not None
         if layer not in base.experts:
-            base.experts[layer] = _empty_bank(base.config, base.device)
-        _slot(base.experts[layer], p.name, expert, base.config.moe_intermediate_size).copy_(tensor)
-        last = self._came(p, f"{table.moe_prefix(layer)}experts.", lambda: table.expert_names(base.config, layer))
+            base.experts[layer] = _empty_bank(base.config, len(self._shard.experts), base.device)
+        place = expert - self._shard.experts.start
+        _slot(base.experts[layer], p.name, place, base.config.moe_intermediate_size).copy_(tensor)
+        names = partial(table.expert_names, base.config, layer, self._shard.experts)
+        last = self._came(p, f"{table.moe_prefix(layer)}experts.", names)
         if last and self._keep_dense:
             base.experts[layer].keep_dense(base.dtype)
 
 
 def _slot(bank: ExpertBank, name: str, expert: int, inter: int) -> Tensor:
-    """Where the bank keeps a checkpoint tensor of `expert`: w1 and w3 are the upper and the lower half of w13."""
+    """Where the bank keeps a tensor of its expert number `expert`: w1 and w3 are the upper and the lower half of w13."""
     weight, kind = name.rsplit(".", 2)[-2:]
     packed, scale = (bank.w2_packed, bank.w2_scale) if weight == "w2" else (bank.w13_packed, bank.w13_scale)
     whole = packed if kind == "weight_packed" else scale
@@ -240,8 +259,8 @@ def _slot(bank: ExpertBank, name: str, expert: int, inter: int) -> Tensor:
     return whole[expert] if weight == "w2" else whole[expert, start : start + inter]
 
 
-def _empty_bank(c: K3Config, device: torch.device) -> ExpertBank:
-    e, i, z = c.num_experts, c.moe_intermediate_size, c.routed_expert_hidden_size
+def _empty_bank(c: K3Config, num_experts: int, device: torch.device) -> ExpertBank:
+    e, i, z = num_experts, c.moe_intermediate_size, c.routed_expert_hidden_size
 
     def codes(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=device)

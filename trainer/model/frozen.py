@@ -82,12 +82,13 @@ class FrozenWeights:
 
     def __init__(self, base: ResidentBase, k3: K3Config, config: TransformerConfig, ranks: Ranks):
         self.base, self.k3, self.ranks = base, k3, ranks
+        self._cut = ranks.tp.size > 1 and base.shard is None  # a shard was cut when it was loaded
         self.config = copy.copy(config)
         self.config.sequence_parallel = False  # tokens are gathered and scattered once a sublayer, not in each linear
 
     def parameter(self, name: str) -> Parameter:
         """A frozen parameter over the base's storage: this rank's part where the table splits it."""
-        tp_dim = None if self.ranks.tp.size == 1 else self._param(name).tp_dim
+        tp_dim = self._param(name).tp_dim if self._cut else None
         return Parameter(self._part(self.base[name], tp_dim), requires_grad=False)
 
     def norm(self, module: str, eps: float | None = None) -> RmsNorm:
@@ -101,17 +102,18 @@ class FrozenWeights:
     def gate_up(self, prefix: str) -> nn.Module:
         """The fused [2F / tp, H] weight of a dense or shared MLP, gate half first."""
         weight, tp_dim = self.base.gate_up[prefix], self._param(prefix + "gate_proj.weight").tp_dim
-        if self.ranks.tp.size > 1:
+        if self._cut:
             weight = torch.cat([self._part(half, tp_dim) for half in weight.chunk(2)])
         return self._linear(Parameter(weight, requires_grad=False), tp_dim)
 
     def experts(self, layer: int) -> ExpertBank:
         """This expert-parallel rank's experts."""
-        return self.base.experts[layer].part(self.ranks.ep.part(self.k3.num_experts))
+        bank = self.base.experts[layer]
+        return bank if self.base.shard is not None else bank.part(self.ranks.ep.part(self.k3.num_experts))
 
     def embedding(self, name: str) -> VocabParallelEmbedding:
         with torch.device("meta"):  # megatron allocates a weight, which is replaced before it holds any memory
-            module = VocabParallelEmbedding(*self.base[name].shape, init_method=_never, config=self.config,
+            module = VocabParallelEmbedding(*self._param(name).shape, init_method=_never, config=self.config,
                                             reduce_scatter_embeddings=self.ranks.sequence_parallel,
                                             tp_group=self.ranks.tp.group)  # fmt: skip
         return _with_weight(module, self.parameter(name), 0)
