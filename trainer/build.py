@@ -76,7 +76,9 @@ def build_model(
                                         use_distributed_optimizer=distributed)  # fmt: skip
     with cpu_shim.on_cpu():
         return [
-            DistributedDataParallel(config, ddp, K3Stage(config, k3, base, factory, layers, recompute))
+            DistributedDataParallel(
+                config, ddp, K3Stage(config, k3, base, factory, layers, recompute, section.mla_attention)
+            )
             for layers in rank_stages(section.parallel, k3.num_hidden_layers, factory.ranks.pp.rank)
         ]
 

@@ -80,7 +80,10 @@ class FrozenWeights:
     its two halves are split each.
     """
 
-    def __init__(self, base: ResidentBase, k3: K3Config, config: TransformerConfig, ranks: Ranks):
+    def __init__(
+        self, base: ResidentBase, k3: K3Config, config: TransformerConfig, ranks: Ranks, mla_attention: str = "torch"
+    ):
+        self.mla_attention = mla_attention
         self.base, self.k3, self.ranks = base, k3, ranks
         self._cut = ranks.tp.size > 1 and base.shard is None  # a shard was cut when it was loaded
         self.config = copy.copy(config)

@@ -85,7 +85,8 @@ def _chunk_kda(
 
 
 class Kernel(NamedTuple):
-    """A kernel of fla and the launch configurations to leave it: (warps, stages, tile sizes)."""
+    """A kernel of fla and the launch configuration to leave it: (warps, stages, tile sizes); where there is a second,
+    it is for fp32 inputs."""
 
     module: str
     name: str
@@ -100,8 +101,8 @@ class Kernel(NamedTuple):
         return found
 
 
-# First what the autotuner of fla 0.6.0 found fastest in bf16 on an H200 at K3's widths (docs/performance.md). A second
-# one is for fp32, whose tiles can exceed the shared memory; in bf16 it is so much slower that it never wins.
+# What the autotuner of fla 0.6.0 found fastest in bf16, or within its noise of that, on an H200 at K3's widths
+# (docs/performance.md). The tiles of some exceed the shared memory in fp32, so they have smaller ones for it.
 HOPPER = (
     Kernel("modules.norm.l2norm", "l2norm_fwd_kernel", ((4, 3, {"BT": 8}),)),
     Kernel("modules.norm.l2norm", "l2norm_bwd_kernel", ((8, 3, {"BT": 16}),)),
@@ -128,34 +129,43 @@ HOPPER = (
     Kernel("ops.kda.chunk_intra", "chunk_kda_bwd_kernel_intra", ((1, 3, {}),)),
     Kernel("ops.cp.chunk_fwd", "chunk_cp_fwd_kernel_h", ((4, 2, {}), (2, 1, {}))),
     Kernel("ops.cp.chunk_bwd", "chunk_cp_bwd_kernel_dh", ((4, 2, {}), (2, 1, {}))),
-    Kernel("ops.cp.chunk_merge", "chunk_cp_fwd_bwd_kernel_merge", ((4, 2, {"BV": 64}), (2, 1, {"BV": 32}))),
+    Kernel("ops.cp.chunk_merge", "chunk_cp_fwd_bwd_kernel_merge", ((4, 2, {"BV": 64}),)),
 )  # fmt: skip
 
 
 @cache
 def limit_autotuning() -> Callable[[], None]:
-    """On a Hopper GPU, leave each KDA kernel of fla the configurations in `HOPPER`; returns what undoes that.
+    """On a Hopper GPU, leave each KDA kernel of fla its configuration in `HOPPER`; returns what undoes that.
 
     Each would otherwise compile and time all of its 6 to 36 configurations at its first call, some again for other
-    lengths, and the ranks of one run could settle on different ones. A kernel that doesn't list the first of ours, as
-    in another version of fla, keeps its list, and so do all kernels on other GPUs.
+    lengths, and the ranks of one run could settle on different ones. A kernel that doesn't list ours, as in another
+    version of fla, keeps its list, and so do all kernels on other GPUs.
     """
-    before: list[tuple[Any, list[Any]]] = []
+    before: list[tuple[Any, list[Any], Any]] = []
     if torch.cuda.get_device_capability()[0] == 9:
         for kernel in HOPPER:
             tuner = kernel.tuner
             found = {_launch(c): c for c in (tuner.configs if tuner else ())}
-            kept = [found[_key(wanted)] for wanted in kernel.configs if _key(wanted) in found]
-            if tuner and _key(kernel.configs[0]) in found:
-                before.append((tuner, tuner.configs))
+            kept = [found.get(_key(wanted)) for wanted in kernel.configs]
+            if tuner and all(kept):
+                before.append((tuner, tuner.configs, tuner.early_config_prune))
                 tuner.configs = kept
+                if len(kept) > 1:
+                    tuner.early_config_prune = _for_dtype
 
     def undo() -> None:
-        for tuner, configs in before:
-            tuner.configs = configs
+        for tuner, configs, prune in before:
+            tuner.configs, tuner.early_config_prune = configs, prune
         limit_autotuning.cache_clear()
 
     return undo
+
+
+def _for_dtype(configs: list[Any], named: dict[str, Any] | None, **others: Any) -> list[Any]:
+    """What Triton's autotuner asks before it times anything: one of the two is left, so nothing is compared."""
+    arguments = {**(named or {}), **others}
+    inputs = arguments["k"] if "k" in arguments else arguments["q"]
+    return [configs[1 if inputs.dtype == torch.float32 else 0]]
 
 
 def _key(wanted: tuple[int, int, dict[str, int]]) -> tuple[Any, ...]:

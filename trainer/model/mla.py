@@ -15,6 +15,7 @@ from miles_k3.trainer.lora import DenseLora, Factory
 from miles_k3.trainer.lora_rules import Site
 from miles_k3.trainer.model.collectives import enter, leave, replicated, shared
 from miles_k3.trainer.model.frozen import FrozenWeights
+from miles_k3.trainer.model.mla_te import TeAttention
 from miles_k3.trainer.model.stream import Stream
 
 
@@ -35,11 +36,15 @@ class MlaAttention(nn.Module):
         self.q_b_proj, self.kv_b_proj = frozen.linear(p + "q_b_proj"), frozen.linear(p + "kv_b_proj")
         self.g_proj, self.o_proj = frozen.linear(p + "g_proj"), frozen.linear(p + "o_proj")
         self.o_lora = DenseLora(factory, p + "o_proj", Site.O_PROJ)
+        te = frozen.mla_attention == "transformer_engine"
+        self.te = TeAttention(frozen.config, k3, layer, frozen.base.device) if te else None
 
     def forward(self, x_TH: Tensor, stream: Stream) -> Tensor:
         x_TH = enter(x_TH, self.ranks)
         q_TNQ, latents_TD = self._latents(replicated(x_TH, self.ranks))
-        if stream.mla is None:
+        if self.te is not None:
+            o_TNV = self.te(q_TNQ, *self._expand(latents_TD), stream.layout)
+        elif stream.mla is None:
             o_TNV = mla_expanded(q_TNQ, *self._expand(latents_TD), stream.packed)
         else:
             o_TNV = stream.mla.attend(q_TNQ, *self._expand(stream.mla.gather(latents_TD)))

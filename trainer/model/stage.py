@@ -41,11 +41,12 @@ class K3Stage(MegatronModule):
         factory: Factory,
         layers: range | None = None,
         recompute: Recompute | None = None,
+        mla_attention: str = "torch",
     ):
         super().__init__(config)
         layers = range(k3.num_hidden_layers) if layers is None else layers
         self.ranks = factory.ranks
-        frozen = FrozenWeights(base, k3, config, self.ranks)
+        frozen = FrozenWeights(base, k3, config, self.ranks, mla_attention)
         self.k3, self.switch = k3, factory.switch
         self.recompute = Recompute() if recompute is None else recompute
         self.first, self.last = layers.start == 0, layers.stop == k3.num_hidden_layers
