@@ -90,6 +90,8 @@ def measure(k3: K3Config, ranks: Ranks, layer: KdaAttention, tokens: int, repeat
     for name, (run, params) in runs.items():
         dist.barrier()
         found[name] = timed(run, x.detach().clone(), params, repeats)
+        if ranks.cp.rank == 0:
+            print(tokens, name, round(found[name]["ms"], 3), flush=True)
     found |= delta_times(k3, stream, ranks, repeats)
     found["state gather"] = {"ms": gather_ms(state, ranks, repeats)}
     rows = {name: relayout.num_sent for name, relayout in (("into", kda.into), ("back", kda.back))}
