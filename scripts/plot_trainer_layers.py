@@ -39,8 +39,9 @@ def bars(axes: Any, labels: list[str], columns: list[list[float]], names: tuple[
         heights = [column[i] for column in columns]
         axes.bar(labels, heights, bottom=bottom, label=name, width=0.7)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    axes.set_ylim(0, 1.3 * max(bottom))  # room for the legend
     axes.set_ylabel("ms, forward and backward")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
     axes.tick_params(axis="x", labelsize=8)
 
 
