@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from miles_k3.adapters.layout import AdapterTensor, gate_up_pairs, split_name
 from miles_k3.adapters.update import key_findings
 from miles_k3.errors import AdapterError
-from miles_k3.trainer.distributed import Ranks
+from miles_k3.trainer.distributed import Axis, Ranks
 from miles_k3.trainer.lora import LoraModule
 from miles_k3.trainer.lora_rules import FactorRule, Split
 from miles_k3.types import AdapterConfig
@@ -55,6 +55,51 @@ def exported_pieces(
             rule: FactorRule = vars(parameters[parameter])["factor_rule"]
             pieces[name] = Piece(tensor, Split.of(rule, ranks), _owned(rule, ranks))
     return pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placement:
+    """Where this rank's part of an exported tensor lies: `numel` elements of the flattened parameter from `offset` on.
+
+    `shape` and `start`: which box of the whole tensor it is. `copies`: the data-parallel ranks that hold the same;
+    `speaks`: whether of tensor-parallel ranks that hold the same too it is this one that counts.
+    """
+
+    name: str
+    parameter: Parameter
+    offset: int
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    copies: Axis
+    speaks: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def placements(chunks: Iterable[nn.Module], ranks: Ranks) -> list[Placement]:
+    """One for each part of a parameter; a tensor that is exported under two names has the first."""
+    found: dict[tuple[Parameter, int], Placement] = {}
+    for module in (m for chunk in chunks for m in chunk.modules() if isinstance(m, LoraModule)):
+        parameters = dict(module.named_parameters())
+        shapes = {name: torch.empty(p.shape, device="meta") for name, p in parameters.items()}
+        for name, (view, parameter) in module.exports(shapes).items():
+            place = _placement(name, view, parameters[parameter], ranks)
+            found.setdefault((place.parameter, place.offset), place)
+    return list(found.values())
+
+
+def _placement(name: str, view: Tensor, parameter: Parameter, ranks: Ranks) -> Placement:
+    rule: FactorRule = vars(parameter)["factor_rule"]
+    split = Split.of(rule, ranks)
+    start = Piece(view, split, _owned(rule, ranks)).start
+    return Placement(
+        name=name, parameter=parameter, offset=int(view.storage_offset()), shape=tuple(view.shape),
+        start=tuple(start if dim == split.dim else 0 for dim in range(view.ndim)),
+        copies=ranks.expert_dp if rule.per_expert else ranks.dp_cp,
+        speaks=rule.per_expert or rule.tp_dim is not None or ranks.tp.rank == 0,
+    )  # fmt: skip
 
 
 def _owned(rule: FactorRule, ranks: Ranks) -> bool:

@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     )
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import (
@@ -38,6 +39,10 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_config import TransformerConfig
+# Megatron's wrapper lays the distributed optimizer's buffers out itself where nobody did it before, and says so.
+logging.getLogger("megatron.core.distributed.distributed_data_parallel").setLevel(logging.ERROR)
+# In fp32 the masters are views of the parameters, and megatron looks whether they have a gradient.
+warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", module="megatron")
 # Megatron says so again when the first schedule runs; torch's own norm is what we mean to use.
 warnings.filterwarnings("ignore", message="Apex is not installed")
 cpu_shim.patch_megatron_rng()
@@ -46,6 +51,7 @@ __all__ = [
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DistributedOptimizer",
     "MegatronModule",
     "MegatronOptimizer",
     "ModelType",

@@ -20,10 +20,12 @@ from miles_k3.config import AlgorithmSection, TrainerSection
 from miles_k3.errors import MilesError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.weights import ResidentBase
-from miles_k3.trainer import checkpoint, distributed, lora
+from miles_k3.trainer import distributed, lora
 from miles_k3.trainer.adapter_shards import assemble, exported_pieces, load_adapter
 from miles_k3.trainer.build import build_model
+from miles_k3.trainer.checkpoint import Checkpoints, Writing
 from miles_k3.trainer.loss import LossOutput, finalize_metrics, merge_sums, policy_loss
+from miles_k3.trainer.memory import Sleeper, base_tensors, gradient_buffers, optimizer_tensors
 from miles_k3.trainer.model.kda_context import pick_kernel
 from miles_k3.trainer.model.stage import K3Stage
 from miles_k3.trainer.optim import Optimizer, learning_rate
@@ -51,6 +53,7 @@ class MegatronTrainer:
         Raises LaunchError for a layout that can't run here.
         """
         self.ranks = distributed.initialize(config, section, device=base.device, seed=seed)
+        distributed.check_shard(base, section.parallel, self.ranks)
         self.world: World = world_of()
         self.adapter, self.section, self.algorithm = adapter, section, algorithm
         self.total_steps = total_steps
@@ -60,9 +63,14 @@ class MegatronTrainer:
         )  # fmt: skip
         self._chunks = build_model(config, base, self._factory, section)
         self._optimizer = Optimizer(self._chunks, section, base.dtype)
+        self._checkpoints = Checkpoints(
+            self._optimizer, self.stages, self._factory.layout, adapter=adapter, parallel=section.parallel,
+            ranks=self.ranks, world=self.world,
+        )  # fmt: skip
         kernel = pick_kernel(section.kda_kernel, base.device, base.dtype)
         self._worker = Worker(k3=config, chunks=self._chunks, ranks=self.ranks, device=base.device, kernel=kernel)
         self._version = 0
+        self._sleeper: Sleeper | None = None
 
     @property
     def version(self) -> int:
@@ -138,11 +146,30 @@ class MegatronTrainer:
         load_adapter(exported_pieces(self.stages, self.ranks), self._factory.layout, self.adapter, tensors)
         self._optimizer.reload_masters()
 
-    def save(self, folder: Path) -> None:
-        checkpoint.save(folder, self._optimizer, adapter=self.adapter, version=self._version)
+    def sleep(self, *, base: bool = False) -> None:
+        """Give back the device memory of masters, moments and gradients until `wake`; nothing when it is given back.
+
+        `base`: that of the frozen weights too, where no engine of this process reads them. Between the two only
+        `export_adapter` may be called.
+        """
+        if self._sleeper is None:
+            kept = optimizer_tensors(self._chunks, self._optimizer.megatron)
+            kept += base_tensors(self.base) if base else []
+            self._sleeper = Sleeper(kept, gradient_buffers(self._chunks))
+
+    def wake(self) -> None:
+        """Take the memory again; what was in it is as before. Nothing when awake."""
+        if self._sleeper is not None:
+            self._sleeper.wake()
+            self._sleeper = None
+
+    def save(self, folder: Path) -> Writing | None:
+        """With `trainer.async_checkpoint` this rank's file is still being written; see `Checkpoints.save`."""
+        return self._checkpoints.save(folder, self._version, background=self.section.async_checkpoint)
 
     def load(self, folder: Path) -> None:
-        self._version = checkpoint.load(folder, self._optimizer, adapter=self.adapter)
+        """Bring back what `save` wrote at any layout; see `Checkpoints.load`."""
+        self._version = self._checkpoints.load(folder)
 
     def _old_logprobs(self, batch: TrainBatch) -> list[list[Tensor] | None]:
         """The policy's log-probabilities before the harvest's first update; None where they are the current ones."""

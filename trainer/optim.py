@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,13 @@ from miles_k3.config import TrainerSection
 from miles_k3.trainer import cpu_shim
 from miles_k3.trainer.mcore import (
     DistributedDataParallel,
+    DistributedOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
 )
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(section: TrainerSection, step: int, total_steps: int) -> float:
@@ -37,8 +41,48 @@ def learning_rate(section: TrainerSection, step: int, total_steps: int) -> float
     return section.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """What one optimizer holds of one parameter: its flattened elements from `start` on, and Adam's state of them.
+
+    `master` is fp32; where the model is fp32 it is the parameter itself, or a view of it.
+    """
+
+    start: int
+    master: Tensor
+    adam: torch.optim.Optimizer
+    shared_out: bool  # data-parallel ranks hold different elements; otherwise all hold the same
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.master.numel()
+
+    @property
+    def steps(self) -> int:
+        """Adam's steps so far."""
+        return int(self.adam.state[self.master]["step"]) if self.adam.state.get(self.master) else 0
+
+    def values(self) -> dict[str, Tensor]:
+        """Flat views of the master and, after the first step, the moments."""
+        state = self.adam.state.get(self.master) or {}
+        moments = {name: state[name].view(-1) for name in MOMENTS if name in state}
+        return {"master": self.master.detach().view(-1), **moments}
+
+    @torch.no_grad()
+    def set(self, values: Mapping[str, Tensor], steps: int) -> None:
+        """Take flat values as `values` gives them; without `steps` Adam's state is as before the first one."""
+        self.master.view(-1).copy_(values["master"])
+        state = self.adam.state[self.master]
+        if not steps:
+            state.clear()
+            return
+        state["step"] = torch.tensor(float(steps), dtype=torch.float32)
+        for name in MOMENTS:
+            state.setdefault(name, torch.empty_like(self.master)).view(-1).copy_(values[name])
+
+
 class Optimizer:
-    """Megatron's optimizer with fp32 masters, seen by parameter name."""
+    """Megatron's optimizer with fp32 masters."""
 
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], section: TrainerSection, dtype: torch.dtype
@@ -77,19 +121,25 @@ class Optimizer:
         """Take the masters from the model's parameters, which someone else has written."""
         self.megatron.reload_model_params()
 
-    def named_masters(self) -> Iterator[tuple[str, Parameter, Tensor]]:
-        """(parameter name, the model's parameter, its fp32 master: the same tensor where the model is fp32)."""
-        for name, parameter in (named for chunk in self.chunks for named in chunk.module.named_parameters()):
-            if parameter.requires_grad:
-                yield name, parameter, getattr(parameter, "main_param", parameter)
-
-    def state_of(self, master: Tensor) -> dict[str, Tensor]:
-        """Adam's state of one master, to read and to write; empty before the first step."""
-        for part in self._torch_optimizers():
-            if any(master is p for group in part.param_groups for p in group["params"]):
-                return part.state[master]
-        raise AssertionError("a trainable parameter without an optimizer")
-
-    def _torch_optimizers(self) -> Iterator[torch.optim.Optimizer]:
+    def shards(self) -> dict[Parameter, Shard]:
+        """What this rank's optimizer holds, by parameter of the model; one of which it holds nothing is left out."""
         chained: Any = self.megatron
-        yield from (part.optimizer for part in chained.chained_optimizers if part.optimizer is not None)
+        found: dict[Parameter, Shard] = {}
+        for part in chained.chained_optimizers:
+            adam: torch.optim.Optimizer | None = part.optimizer
+            if adam is None:
+                continue
+            if isinstance(part, DistributedOptimizer):
+                for parameter, (group, number) in part.model_param_group_index_map.items():
+                    start = part._get_model_param_range_map(parameter)["param"].start
+                    found[parameter] = Shard(start, adam.param_groups[group]["params"][number], adam, True)
+                continue
+            own = {id(master) for group in adam.param_groups for master in group["params"]}
+            for parameter in self._trainable():
+                master = getattr(parameter, "main_param", parameter)
+                if id(master) in own:
+                    found[parameter] = Shard(0, master, adam, False)
+        return found
+
+    def _trainable(self) -> Iterator[Parameter]:
+        return (p for chunk in self.chunks for p in chunk.module.parameters() if p.requires_grad)

@@ -21,11 +21,13 @@ from pathlib import Path
 from miles_k3.trainer.megatron import MegatronTrainer
 save = MegatronTrainer.save
 def save_half(self, folder):
-    save(self, folder)
+    writing = save(self, folder)
     if self.version == 4:
+        writing.wait()
         newest = max(Path(folder).rglob("*"), key=lambda p: p.stat().st_size)
         newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
         os.kill(os.getpid(), signal.SIGKILL)
+    return writing
 MegatronTrainer.save = save_half
 sys.argv[0] = "miles-k3"
 from miles_k3.cli import main
