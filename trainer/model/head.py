@@ -19,7 +19,8 @@ from torch import Tensor
 
 from miles_k3.trainer.distributed import Axis
 
-CHUNK_NUMBERS = 1 << 24  # logits held at once: 64 MiB in fp32
+# Logits held at once, 64 MiB and 512 MiB in fp32: a GPU wants hundreds of rows a product.
+CHUNK_NUMBERS, CUDA_CHUNK_NUMBERS = 1 << 24, 1 << 27
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +39,7 @@ class _FrozenHead(torch.autograd.Function):
                 tp: Axis):  # fmt: skip
         want = ctx.needs_input_grad[0]
         logprobs, entropies, slopes, entropy_slopes = [], [], [], []
-        rows = max(1, CHUNK_NUMBERS // weight_VH.shape[0])
+        rows = max(1, (CUDA_CHUNK_NUMBERS if x_MH.is_cuda else CHUNK_NUMBERS) // weight_VH.shape[0])
         for x, target in zip(x_MH.split(rows), targets_M.split(rows), strict=True):
             if not x.shape[0]:
                 continue

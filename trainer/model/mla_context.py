@@ -1,4 +1,4 @@
-"""MLA's core attention over context-parallel ranks: own queries in zigzag order, everybody's keys in natural order.
+"""MLA's core attention sequence by sequence: own queries in zigzag order, everybody's keys in natural order.
 
 Shape legend: L tokens of this rank, P tokens of the whole padded stream, N heads, Q query channels, V value channels.
 """
@@ -28,17 +28,18 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlaContext:
-    """`natural_P`: where each token of the stream is among the gathered ones."""
+    """`natural_P`: where each token of the stream is among the gathered ones; None without context parallelism."""
 
     spans: tuple[Span, ...]
-    natural_P: Tensor
+    natural_P: Tensor | None
     cp: Axis
 
     @classmethod
     def of(cls, layout: TokenLayout, device: torch.device | str) -> MlaContext | None:
-        """None without context parallelism."""
+        """None on a CPU without context parallelism: there one padded batch is faster than many small products."""
         if layout.cp.size == 1:
-            return None
+            whole = (Span(slice(a, b), slice(a, b)) for a, b in pairwise(layout.cu_seqlens))
+            return cls(tuple(whole), None, layout.cp) if torch.device(device).type == "cuda" else None
         spans, at = [], 0
         for start, stop in pairwise(layout.cu_seqlens):
             chunk = (stop - start) // (2 * layout.cp.size)
@@ -49,6 +50,8 @@ class MlaContext:
 
     def gather(self, latents_LD: Tensor) -> Tensor:
         """Every rank's rows in the stream's order: [L, D] -> [P, D]. Latents are narrower than keys and values."""
+        if self.natural_P is None:
+            return latents_LD
         return gather_context(latents_LD, self.cp).index_select(0, self.natural_P)
 
     def attend(self, q_LNQ: Tensor, k_PNQ: Tensor, v_PNV: Tensor) -> Tensor:
@@ -58,6 +61,10 @@ class MlaContext:
 
     def _span(self, span: Span, q_LNQ: Tensor, k_PNQ: Tensor, v_PNV: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_LNQ[span.queries], k_PNQ[span.keys], v_PNV[span.keys]))
-        mask = causal_lower_right(q.shape[2], k.shape[2])
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q.shape[-1] ** -0.5)
+        scale = q.shape[-1] ** -0.5
+        if q.shape[2] == k.shape[2]:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        else:
+            mask = causal_lower_right(q.shape[2], k.shape[2])
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return out.squeeze(0).transpose(0, 1)
