@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from helpers.parity_data import TEMPERATURE, harvests, scored_sequences
-from helpers.ranks import RankPool
+from helpers.ranks import CALL_TIMEOUT_S, RankPool
 from helpers.tiny import tiny_adapter, tiny_base, tiny_config, tiny_weights
 from helpers.trainers import ADAPTER
 from torch import Tensor
@@ -112,12 +112,12 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Bench:
     """Measures cases on a pool; what one rank makes of the same work is kept."""
 
-    def __init__(self, pool: RankPool):
-        self.pool = pool
+    def __init__(self, pool: RankPool, *, timeout_s: float = CALL_TIMEOUT_S):
+        self.pool, self.timeout_s = pool, timeout_s
         self._kept: dict[str, Measured] = {}
 
     def all_ranks(self, case: Case) -> list[Measured]:
-        return self.pool.run(case.ranks, measure, case)
+        return self.pool.run(case.ranks, measure, case, timeout_s=self.timeout_s)
 
     def one_rank(self, case: Case) -> Measured:
         """What one rank makes of the work of `case`."""

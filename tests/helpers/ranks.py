@@ -89,12 +89,11 @@ class RankPool:
         that failed first, and what its peers said then.
         """
         assert size <= self.size, f"the pool has {self.size} workers, not {size}"
-        if not self._workers:
-            self._workers = [_Worker(self.cuda, i) for i in range(self.size)]
-        port = _free_port()
-        for rank, worker in enumerate(self._workers[:size]):
-            worker.connection.send_bytes(pickle.dumps(_Call(rank, size, port, timeout_s, fn, args)))
         try:
+            self._start()
+            port = _free_port()
+            for rank, worker in enumerate(self._workers[:size]):
+                worker.connection.send_bytes(pickle.dumps(_Call(rank, size, port, timeout_s, fn, args)))
             return self._results(size, timeout_s)
         except BaseException:
             self.close()
@@ -105,6 +104,12 @@ class RankPool:
         for worker in self._workers:
             worker.end()
         self._workers = []
+
+    def _start(self) -> None:
+        if not self._workers:
+            self._workers = [_Worker(self.cuda, i) for i in range(self.size)]
+            for worker in self._workers:  # the imports of the first ones don't count as the call's time
+                worker.connection.recv_bytes()
 
     def _results(self, size: int, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -166,6 +171,7 @@ def _serve(connection: Connection, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    connection.send_bytes(b"ready")
     with Path(stacks).open("w") as file:
         while True:
             try:
