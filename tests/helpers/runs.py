@@ -38,6 +38,12 @@ def train_command(folder: Path, *overrides: str, resume: bool = False) -> list[s
     return [sys.executable, "-m", "miles_k3", "train", "tiny-cpu", *sets, *(["--resume"] if resume else [])]
 
 
+def torchrun_command(ranks: int, folder: Path, *overrides: str, resume: bool = False) -> list[str]:
+    """`train_command` on that many ranks of this machine, whatever else runs on it."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, *train_command(folder, *overrides, resume=resume)[1:]]
+
+
 def start(command: list[str], **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env}

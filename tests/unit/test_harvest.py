@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from miles_k3.batch import make_batch
 from miles_k3.errors import DataError
@@ -33,8 +34,9 @@ class Engine:
         draw = random.Random(f"{token_ids} {params.seed} {params.temperature}")
         await asyncio.sleep(random.random() * 0.003)
         tokens = tuple(draw.choices(range(100), k=draw.randint(1, 5)))
+        routes = torch.tensor([[[len(tokens)]]], dtype=torch.int16) if params.return_routed_experts else None
         return Completion(token_ids=tokens, logprobs=(-1.0,) * len(tokens), text=str(sum(tokens)),
-                          finish_reason=FinishReason.STOP, adapter_version=0)  # fmt: skip
+                          finish_reason=FinishReason.STOP, adapter_version=0, routed_experts=routes)  # fmt: skip
 
     def abort(self, request_id: str) -> None:
         raise AssertionError(request_id)
@@ -103,8 +105,15 @@ def test_an_evaluation_shared_by_ranks_is_that_of_one(size: int) -> None:
 
 
 @pytest.mark.parametrize("replay", [False, True])
-def test_routes_are_asked_for_only_where_they_are_replayed(replay: bool) -> None:
+def test_routes_are_asked_for_and_gathered_only_where_they_are_replayed(replay: bool) -> None:
     engine = Engine()
-    recipe = RECIPE.model_copy(update={"algorithm": RECIPE.algorithm.model_copy(update={"routing_replay": replay})})
-    sample_share(recipe, parts_of(0, 1, engine), PROMPTS, step=1)
+    algorithm = RECIPE.algorithm.model_copy(update={"routing_replay": replay})
+    recipe = RECIPE.model_copy(update={"algorithm": algorithm})
+    share = sample_share(recipe, parts_of(0, 1, engine), PROMPTS, step=1)
     assert engine.asked_for_routes == {replay}
+    (group, *_) = join_shares([pickle.loads(pickle.dumps(share))], PROMPTS, 3)
+    for sample in group.samples:
+        routes = sample.completion.routed_experts
+        assert (routes is not None) == replay
+        if routes is not None:
+            assert routes.tolist() == [[[len(sample.completion.token_ids)]]]

@@ -122,7 +122,7 @@ def test_a_broken_exchange_says_that_a_peer_is_gone() -> None:
 
 
 def test_of_the_ranks_that_say_the_same_one_is_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from torch.distributed import HashStore
+    from torch._C._distributed_c10d import HashStore
 
     monkeypatch.setattr(world, "_store", HashStore())
     monkeypatch.setattr(world.signal, "signal", lambda number, handler: None)
