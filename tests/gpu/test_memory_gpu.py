@@ -1,0 +1,75 @@
+"""Device memory of trainer and engine over many steps, and what sleeping gives back."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from helpers.batches import micro_batch, mini_batch, random_tokens, train_batch
+from helpers.tiny import tiny_base
+from helpers.trainers import CONFIG, weights
+
+from miles_k3.config import AlgorithmSection, TrainerSection
+from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.trainer.megatron import MegatronTrainer
+from miles_k3.types import AdapterConfig, TrainBatch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+def batch(seed: int) -> TrainBatch:
+    return train_batch(mini_batch(micro_batch(random_tokens((9, 64, 33), seed=seed), seed=seed)))
+
+
+def make(rank: int, **section: Any) -> MegatronTrainer:
+    base = tiny_base(CONFIG, weights(True), torch.bfloat16, "bf16", "cuda")
+    return MegatronTrainer(
+        base, CONFIG, adapter=AdapterConfig(rank=rank, alpha=2.0 * rank), total_steps=100, seed=0,
+        section=TrainerSection(lr=1e-3, kda_kernel="torch", **section), algorithm=AlgorithmSection(),
+    )  # fmt: skip
+
+
+def allocated() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.parametrize("section", [{}, {"recompute": "full"}], ids=["kept", "recomputed"])
+def test_memory_returns_to_its_baseline_after_every_sync(section: dict[str, Any]) -> None:
+    trainer = make(8, **section)
+    engine = EmbeddedEngine(
+        trainer.base, CONFIG, tokenizer=None, max_lora_rank=8, max_running=4, max_sequence_tokens=64, page_size=4
+    )
+    found = []
+    for step in range(20):
+        trainer.step(batch(step))
+        engine.load_adapter(trainer.export_adapter())
+        found.append(allocated())
+    assert len(set(found[2:])) == 1, found  # Adam's moments and the engine's second slot are made in the first two
+    engine.close()
+
+
+def test_sleep_gives_the_memory_back_and_takes_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make(256)
+    trainer.step(batch(0))
+    numbers = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    before, started = allocated(), time.perf_counter()
+    trainer.sleep()
+    slept, asleep = time.perf_counter(), allocated()
+    trainer.wake()
+    woke, after = time.perf_counter(), allocated()
+    assert before - asleep >= 16 * numbers  # fp32 gradient, master and two moments
+    assert after == before
+    with capsys.disabled():
+        print(
+            f"\nsleep {(before - asleep) / 2**20:.0f} MiB of {numbers / 1e6:.1f} M trained numbers: "
+            f"{slept - started:.3f} s, wake {woke - slept:.3f} s; awake {before / 2**20:.0f} MiB, asleep "
+            f"{asleep / 2**20:.0f} MiB"
+        )
+    with_base = allocated()
+    trainer.sleep(base=True)
+    assert with_base - allocated() >= 16 * numbers + trainer.base.num_bytes()
+    trainer.wake()
+    trainer.step(batch(1))
