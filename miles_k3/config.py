@@ -35,7 +35,9 @@ class RunSection(Section):
         default="off", description="Chosen before start; never ends a run."
     )
     wandb_project: Text = Field(default="miles-k3", description="Project name for wandb.")
-    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads for torch; 0 leaves torch's own choice.")
+    threads: int = Field(
+        default=0, ge=0, le=1024, description="CPU threads of a rank; 0: torch's choice, or its share of the cores."
+    )
 
 
 class ModelSection(Section):

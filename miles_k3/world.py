@@ -10,10 +10,11 @@ import atexit
 import hashlib
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -151,7 +152,7 @@ def world_of(environ: Mapping[str, str] = os.environ) -> World:
         return World()
     try:
         rank, size, local = (int(given[name]) for name in _NAMES)
-        local_size = int(environ.get("LOCAL_WORLD_SIZE", size))  # torchrun says it; otherwise take one host
+        local_size = int(environ.get("LOCAL_WORLD_SIZE", size))  # torchrun says it; `join_world` counts otherwise
     except (KeyError, ValueError):
         raise LaunchError(
             f"the launcher set {given}; expected whole numbers in all of {', '.join(_NAMES)}: start with "
@@ -177,6 +178,9 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
         _store, rank, size = next(rendezvous("env://", world.rank, world.size, timeout=_TIMEOUT))
         dist.init_process_group(backend, store=_store, rank=rank, world_size=size, timeout=_TIMEOUT)
         atexit.register(leave_world)
+    if "LOCAL_WORLD_SIZE" not in environ:
+        here = socket.gethostname()
+        world = replace(world, local_size=world.gather(here).count(here))
     return world
 
 
