@@ -21,11 +21,13 @@ from helpers.ranks import RankPool
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(600)]
 TIMEOUT_S = 500.0  # fla's first calls compile and tune their kernels
 FP32_BOUND = 1e-5  # test_parity's: sums in another order
-# bf16 rounds at 2^-9 = 2e-3 and a layout changes where; through eight layers megatron's own dense TP2 came to 2e-2
-# (measured on a CPU). To be set from the lines that these tests tell on a device.
-BF16_LOSS, BF16_MEDIAN, BF16_WORST = 2e-2, 5e-2, 2e-1
+# The batch forces experts: else rounding sends some tokens elsewhere and a gradient is off by half. On a CPU one rank in
+# bf16 was then 0.07 (median) and 0.13 (worst gradient) from fp32, TP2 0.07 and 0.12 from that rank, CP2 0.02 and 0.03,
+# and PP2, EP2, DP2 below 3e-3. Twice as much is allowed; to be set anew from the lines these tests tell on a device.
+BF16_LOSS, BF16_MEDIAN, BF16_WORST = 1e-2, 0.14, 0.26
+NO_FARTHER = 1.5  # from fp32 than one GPU is
 REPORT = os.environ.get("MILES_K3_REPORT")
-BF16: dict[str, Any] = {"cuda": True, "dtype": "bfloat16"}
+BF16: dict[str, Any] = {"cuda": True, "dtype": "bfloat16", "replay": True}
 TORCH_KDA, FLA_KDA = {"kda_kernel": "torch"}, {"kda_kernel": "fla"}
 # name -> (the case, what it is compared with)
 ONE_GPU = {
@@ -56,11 +58,12 @@ def tell(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> 
     """What is put in here is printed, whatever becomes of the test."""
     numbers: dict[str, float] = {}
     yield numbers
+    name = request.node.name.removeprefix("test_")
     with capsys.disabled():
-        print(f"\nparity {request.node.callspec.id}: " + ", ".join(f"{k} {v:.1e}" for k, v in numbers.items()))
+        print(f"\nparity {name}: " + ", ".join(f"{k} {v:.1e}" for k, v in numbers.items()))
     if REPORT:
         with Path(REPORT).open("a") as file:
-            file.write(json.dumps({f"parity {request.node.callspec.id}": numbers}) + "\n")
+            file.write(json.dumps({f"parity {name}": numbers}) + "\n")
 
 
 def summary(found: Measured, wanted: Measured) -> dict[str, float]:
@@ -106,12 +109,14 @@ def test_two_gpus_in_fp32(gpu_bench: Bench, name: str, tell: dict[str, float]) -
 
 @pytest.mark.parametrize("name", TWO_GPUS)
 def test_two_gpus_in_bf16(gpu_bench: Bench, name: str, tell: dict[str, float]) -> None:
-    """Beside one GPU in bf16; told as well: how far either is from fp32, which says what the difference is worth."""
+    """Beside one GPU in bf16; and how far either is from fp32, which says what the difference is worth."""
     need(2)
     case = Case(name=name, ranks=2, **BF16, **TWO_GPUS[name])
     found, wanted = gpu_bench.all_ranks(case)[0], gpu_bench.one_rank(case)
     exact = gpu_bench.one_rank(replace(case, dtype="float32"))
     tell.update(summary(found, wanted))
-    for which, side in (("this", found), ("one GPU", wanted)):
-        tell.update({f"{which} from fp32, {k}": v for k, v in summary(side, exact).items() if "gradient" in k})
+    for which in ("worst gradient", "median gradient"):
+        ours, theirs = summary(found, exact)[which], summary(wanted, exact)[which]
+        tell.update({f"{which} from fp32": ours, f"one GPU's {which} from fp32": theirs})
+        assert ours <= NO_FARTHER * theirs
     assert_within_bf16(tell)
