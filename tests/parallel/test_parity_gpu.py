@@ -21,7 +21,7 @@ from helpers.ranks import RankPool
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(600)]
 TIMEOUT_S = 500.0  # fla's first calls compile and tune their kernels
 FP32_BOUND = 1e-5  # test_parity's: sums in another order
-# The batch forces experts: else rounding sends some tokens elsewhere and a gradient is off by half. On a CPU one rank in
+# The batch forces experts: else rounding sends tokens elsewhere and a gradient is off by half. On a CPU one rank in
 # bf16 was then 0.07 (median) and 0.13 (worst gradient) from fp32, TP2 0.07 and 0.12 from that rank, CP2 0.02 and 0.03,
 # and PP2, EP2, DP2 below 3e-3. Twice as much is allowed; to be set anew from the lines these tests tell on a device.
 BF16_LOSS, BF16_MEDIAN, BF16_WORST = 1e-2, 0.14, 0.26
