@@ -250,7 +250,7 @@ class _Builder:
 
 
 def _slot(bank: ExpertBank, name: str, expert: int, inter: int) -> Tensor:
-    """Where the bank keeps a tensor of its expert number `expert`: w1 and w3 are the upper and the lower half of w13."""
+    """Where the bank keeps a tensor of its expert number `expert`: w1 and w3 are the upper and lower half of w13."""
     weight, kind = name.rsplit(".", 2)[-2:]
     packed, scale = (bank.w2_packed, bank.w2_scale) if weight == "w2" else (bank.w13_packed, bank.w13_scale)
     whole = packed if kind == "weight_packed" else scale

@@ -1,4 +1,4 @@
-"""What every prefix cache promises: KV in pages, KDA states as sparse checkpoints, both under (adapter version, tokens).
+"""What a prefix cache promises: KV in pages, KDA states as sparse checkpoints, both under (adapter version, tokens).
 
 KV can be cut anywhere, a state can't: it exists where somebody kept a copy. So a match is as long as the last
 checkpoint, not as the KV. Pages and state slots belong to exactly one party at any time: the pool, a request, or the
@@ -42,9 +42,9 @@ class Memory(Protocol):
 class Match:
     """What is cached of a sequence. Valid until the next call that may change the cache, unless it is locked.
 
-    `num_tokens`: where the state checkpoint `slot` stands; 0 and None when there is none. `pages`: the full pages before
-    it, in order; `tail_page` holds the tokens after the last full one. All are read-only: copy the state into a working
-    slot, and the tail page into a page of one's own, before writing. `kv_tokens`: how far KV alone is cached.
+    `num_tokens`: where the state checkpoint `slot` stands; 0 and None when there is none. `pages`: the full pages
+    before it, in order; `tail_page` holds the tokens after the last full one. All are read-only: copy the state into a
+    working slot, and the tail page into a page of one's own, before writing. `kv_tokens`: how far KV alone is cached.
     `fork`: where the sequence leaves what is cached, or where cached KV has no state, beyond `num_tokens`: whoever
     computes the sequence should stop there for a moment and plant a checkpoint. None where there is nothing to gain.
     """
@@ -90,10 +90,10 @@ class PrefixCache(Protocol):
         ...
 
     def checkpoint(self, lease: Lease, key: bytes, slot: int, tail_page: int | None = None) -> bool:
-        """Donate `slot`, which holds the state after all of `key`, and the page of the tokens after the last full one.
+        """Donate `slot`, with the state after all of `key`, and the page of the tokens after the last full one.
 
-        `extend` must have handed the full pages over. No byte moves: from now on both are the cache's, read-only. False,
-        and they stay the caller's, when a checkpoint stands there already.
+        `extend` must have handed the full pages over. No byte moves: from now on both are the cache's, read-only.
+        False, and they stay the caller's, when a checkpoint stands there already.
         """
         ...
 

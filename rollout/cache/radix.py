@@ -1,8 +1,8 @@
 """The radix policy: a tree of token sequences per adapter version, pages along its edges, state checkpoints at nodes.
 
 An edge holds whole pages. A checkpoint hangs on the node where its last full page ends, under the tokens that follow
-that page (its tail), so a prompt may end anywhere. Eviction is least recently used, of checkpoints alone (their KV stays
-as a tombstone) or of whole leaves.
+that page (its tail), so a prompt may end anywhere. Eviction is least recently used, of checkpoints alone (their KV
+stays as a tombstone) or of whole leaves.
 
 Shape legend: keys are int32 bytes, see `contract`.
 """

@@ -41,7 +41,8 @@ def tiny_trainer(*, calm: bool = False, dtype: torch.dtype = torch.float32, adap
     """A trainer over its own resident base."""
     return MegatronTrainer(
         tiny_base(CONFIG, weights(calm), dtype, base_dtype), CONFIG, adapter=adapter,
-        section=TrainerSection(**{"lr": 1e-3, **(section or {})}), algorithm=AlgorithmSection(**(algorithm or {}), routing_replay=routing_replay), total_steps=total_steps, seed=seed,
+        section=TrainerSection(**{"lr": 1e-3, **(section or {})}), total_steps=total_steps, seed=seed,
+        algorithm=AlgorithmSection(**(algorithm or {}), routing_replay=routing_replay),
     )  # fmt: skip
 
 
