@@ -19,7 +19,7 @@ from torch import Tensor
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.params import DType, Param, iter_params
 
-PUBLISHED = Path(__file__).parent / "data" / "kimi_k3_config.json"
+PUBLISHED = Path(__file__).parents[1] / "assets" / "kimi-k3" / "config.json"
 
 
 def published_json() -> dict[str, Any]:
