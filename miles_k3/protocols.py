@@ -142,8 +142,8 @@ class Trainer(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Bring back what `save` wrote, bit for bit, also at another layout or number of ranks (random states of
-        ranks that did not exist are seeded anew). Raises CheckpointError on anything missing or foreign."""
+        """Bring back what `save` wrote, bit for bit, also at another layout or number of ranks (random states are then
+        those of rank 0 everywhere). Raises CheckpointError on anything missing or foreign."""
         ...
 
     def load_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -50,7 +50,11 @@ class Saver:
         if self._pending is None:
             return
         (draft, writing), self._pending = self._pending, None
-        self._run.world.everywhere(writing.wait)
+        try:
+            self._run.world.everywhere(writing.wait)
+        except BaseException:
+            self._run.drop_checkpoint(draft)  # a half-written file would keep what a full disk lacks
+            raise
         self._publish(draft)
 
     def restore(self, step: int, folder: Path) -> None:

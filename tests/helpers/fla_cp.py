@@ -7,7 +7,7 @@ and returns this rank's tokens of each result. Shape legend: T tokens of this ra
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,9 @@ def delta_rule_case(rank: int, size: int, lengths: tuple[int, ...], dim: int) ->
     layout, mine = _layout(lengths, rank, size)
     maps = KdaMaps.of(Packed.from_lengths(tuple(layout.slice_lengths(rank))), HEADS, WIDTH)
     leaves, grad = _delta_inputs(dim, mine, "cpu", torch.float32)
-    return _results(delta_rule(*leaves, maps, StateHandover.of(layout) if size > 1 else None), leaves, grad)
+    q, k, v, g, beta = leaves
+    handover = StateHandover.of(layout) if size > 1 else None
+    return _results(delta_rule(q, k, v, g, beta, maps, handover), leaves, grad)
 
 
 def fla_case(rank: int, size: int, lengths: tuple[int, ...], dim: int, alone: bool) -> list[Tensor]:
@@ -74,7 +76,8 @@ def fla_case(rank: int, size: int, lengths: tuple[int, ...], dim: int, alone: bo
     host = Packed.from_lengths(lengths).cu_seqlens
     boundaries = host.to(device)
     _, mine = _layout(lengths, rank, size)
-    cp = None if alone else fla_context(boundaries, host, dist.group.WORLD, WIDTH)
+    world: Any = dist.group.WORLD
+    cp = None if alone else fla_context(boundaries, host, world, WIDTH)
     leaves, grad = _delta_inputs(dim, slice(0, TOKENS) if alone else mine, device, torch.float16)
     q, k, v, g, beta = leaves
     found = _results(fla_delta_rule(q, k, v, g, beta, boundaries, host, cp), leaves, grad)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers.parity import Bench, differences
 from helpers.ranks import RankPool
