@@ -112,6 +112,7 @@ def test_a_writing_that_fails_is_told_and_publishes_nothing(parts: SimpleNamespa
     with pytest.raises(OSError, match="No space left"):
         parts.saver.finish()
     assert published(parts) == ["step-000001"]
+    assert [p.name for p in parts.run.checkpoints.iterdir()] == ["step-000001"], "a half file keeps no disk"
     parts.trainer.later = False
     with pytest.raises(OSError, match="No space left"):
         parts.saver.save(3)
