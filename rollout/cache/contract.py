@@ -65,10 +65,14 @@ class Lease(Protocol):
     version: int
 
 
-class PrefixCache(Protocol):
-    """A cache policy. All calls are host bookkeeping; whoever holds a lease moves the bytes, in stream order."""
+class PrefixCache[L: Lease](Protocol):
+    """A cache policy, with its kind of lease.
+
+    All calls are host bookkeeping; whoever holds a lease moves the bytes, in stream order.
+    """
 
     page_size: int
+    checkpoint_unit: int  # positions that `checkpoint` takes are multiples of it
 
     def match(self, version: int, key: bytes) -> Match:
         """The longest usable prefix, at most all tokens but the last: a request must compute something to sample from.
@@ -77,11 +81,11 @@ class PrefixCache(Protocol):
         """
         ...
 
-    def lock(self, match: Match) -> Lease:
+    def lock(self, match: Match) -> L:
         """Pin the match's pages and state. Must follow `match` with no other call in between; balanced by `release`."""
         ...
 
-    def extend(self, lease: Lease, key: bytes, pages: Sequence[int]) -> list[int]:
+    def extend(self, lease: L, key: bytes, pages: Sequence[int]) -> list[int]:
         """Hand over a request's full pages of `key` (those it leased come first, unchanged) and pin them.
 
         Gives the pages to use from now on: where the same tokens were cached already, the cached page instead of the
@@ -89,7 +93,7 @@ class PrefixCache(Protocol):
         """
         ...
 
-    def checkpoint(self, lease: Lease, key: bytes, slot: int, tail_page: int | None = None) -> bool:
+    def checkpoint(self, lease: L, key: bytes, slot: int, tail_page: int | None = None) -> bool:
         """Donate `slot`, with the state after all of `key`, and the page of the tokens after the last full one.
 
         `extend` must have handed the full pages over. No byte moves: from now on both are the cache's, read-only.
@@ -97,7 +101,7 @@ class PrefixCache(Protocol):
         """
         ...
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: L) -> None:
         """Unpin. The lease is dead afterwards; its pages and state may be evicted."""
         ...
 
