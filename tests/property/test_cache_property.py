@@ -12,11 +12,17 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from miles_k3.rollout.cache.contract import TOKEN_BYTES, encode, num_tokens
+from miles_k3.rollout.cache.paged import PagedCache
 from miles_k3.rollout.cache.radix import RadixCache
 
 POLICIES = {
     "radix": Policy(make=lambda memory, size: RadixCache(memory, page_size=size)),
     "radix_capped": Policy(make=lambda memory, size: RadixCache(memory, page_size=size, max_checkpoints=2)),
+    "paged_token": Policy(make=lambda memory, size: PagedCache(memory, page_size=size, hash_block_size=1)),
+    "paged_half": Policy(
+        make=lambda memory, size: PagedCache(memory, page_size=size, hash_block_size=max(size // 2, 1))
+    ),
+    "paged_full": Policy(make=lambda memory, size: PagedCache(memory, page_size=size, partial=False)),
 }
 PAGE_SIZES = (1, 4, 16)
 VERSIONS = st.integers(0, 2)
