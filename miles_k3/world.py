@@ -171,17 +171,30 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
         return world
     import torch
     import torch.distributed as dist
-    from torch.distributed.rendezvous import rendezvous
 
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        _store, rank, size = next(rendezvous("env://", world.rank, world.size, timeout=_TIMEOUT))
-        dist.init_process_group(backend, store=_store, rank=rank, world_size=size, timeout=_TIMEOUT)
+        _store = _meet(world)
+        dist.init_process_group(backend, store=_store, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
         atexit.register(leave_world)
     if "LOCAL_WORLD_SIZE" not in environ:
         here = socket.gethostname()
         world = replace(world, local_size=world.gather(here).count(here))
     return world
+
+
+def _meet(world: World) -> Any:
+    """The store at MASTER_ADDR and MASTER_PORT, which every rank reaches."""
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        return next(rendezvous("env://", world.rank, world.size, timeout=_TIMEOUT))[0]
+    except (ValueError, RuntimeError) as error:
+        raise LaunchError(
+            f"the ranks can't meet at MASTER_ADDR {os.environ.get('MASTER_ADDR')}, MASTER_PORT "
+            f"{os.environ.get('MASTER_PORT')} ({str(error).splitlines()[0]}); expected rank 0's host and a free port "
+            "of it, as torchrun sets them"
+        ) from None
 
 
 def leave_world() -> None:

@@ -74,6 +74,24 @@ def test_half_a_launch_is_refused(environ: dict[str, str], said: str) -> None:
         world_of(environ)
 
 
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        ({}, "MASTER_ADDR expected, but not set"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"}, r"MASTER_PORT abc \(invalid literal"),
+    ],
+)
+def test_without_a_place_to_meet_there_is_a_sentence(
+    places: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=said):
+        world._meet(World(rank=0, size=2))
+
+
 def test_alone_everything_is_a_plain_call() -> None:
     assert ALONE.everywhere(lambda: 3) == [3]
     assert (ALONE.once(lambda: 4), ALONE.together(lambda: 5), ALONE.gather(6), ALONE.broadcast(7)) == (4, 5, [6], 7)
