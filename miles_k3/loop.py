@@ -64,10 +64,7 @@ def run_training(recipe: Recipe, run: RunFolder, *, resume: bool = False) -> Run
         first = ring.restore() if resume else ring.begin()
         with world.together(lambda: _open_log(recipe, run)) as metrics:
             if first and first >= last:
-                metrics.note(
-                    f"the run has made {first} steps already and run.steps is {last}, so no step is left; raise "
-                    "run.steps to go on"
-                )
+                metrics.note(_nothing_left(first, recipe))
             before = ring.first_sync(first, metrics)
             step, after = first, before if last == 0 else None
             stopped = _agreed(stop.signal, world)
@@ -120,6 +117,8 @@ class Ring:
         prompts = self.parts.task.next(recipe.rollout.prompts_per_step)
         with self._trainer_asleep():
             groups = harvest(recipe, self.parts, prompts, step, timer)
+        with timer.phase("checkpoint"):
+            self.saver.poll()  # written by now, and a failure of this step must not cost it
         batch = make_batch(
             groups, recipe.algorithm, micro_batch_tokens=recipe.trainer.micro_batch_tokens,
             updates_per_rollout=recipe.trainer.updates_per_rollout, temperature=recipe.rollout.sampling.temperature,
@@ -222,6 +221,13 @@ class Ring:
 def _agreed(asked: signal.Signals | None, world: World) -> signal.Signals | None:
     """The signal that ends the run, as soon as any rank has one: all end after the same step."""
     return next((found for found in world.gather(asked) if found is not None), None)
+
+
+def _nothing_left(step: int, recipe: Recipe) -> str:
+    way = "raise run.steps to go on"
+    if recipe.trainer.lr_decay != "constant":  # such a run keeps its length
+        way = "go on in a new run, with --set run.name=OTHER --set lora.init_from=ADAPTER"
+    return f"the run has made {step} steps already and run.steps is {recipe.run.steps}, so no step is left; {way}"
 
 
 def _how_to_go_on(step: int, stopped: signal.Signals, run: RunFolder) -> str:

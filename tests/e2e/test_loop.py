@@ -10,8 +10,9 @@ import torch
 from helpers.runs import read_results, small_recipe, train_here
 
 from miles_k3.assemble import assembled
-from miles_k3.errors import SyncError
+from miles_k3.errors import MilesError, SyncError
 from miles_k3.k3.config import K3Config
+from miles_k3.types import StepStats, TrainBatch
 
 
 def test_short_demo_trains_evaluates_and_exports(tmp_path: Path) -> None:
@@ -83,6 +84,33 @@ def test_engine_that_drops_the_adapter_stops_the_run(tmp_path: Path, monkeypatch
     with pytest.raises(SyncError, match=r"adapter v1: trainer and engine differ"):
         train_here(tmp_path, "run.steps=3")
     assert [line["step"] for line in read_results(tmp_path)] == [0]  # nothing was sampled from the stale adapter
+
+
+def test_a_failing_step_costs_no_checkpoint_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is published once the next rollout is over, not when the step after it ends."""
+    from miles_k3.trainer.checkpoint import Writing
+    from miles_k3.trainer.megatron import MegatronTrainer
+
+    original = MegatronTrainer.step
+
+    def fail_second(self: MegatronTrainer, batch: TrainBatch) -> StepStats:
+        if self.version == 1:
+            raise MilesError("the gradient norm is nan")
+        return original(self, batch)
+
+    monkeypatch.setattr(MegatronTrainer, "step", fail_second)
+    monkeypatch.setattr(Writing, "done", lambda self: self.wait() or True)
+    with pytest.raises(MilesError, match="nan"):
+        train_here(tmp_path, "run.steps=3", "run.save_every=1", "rollout.prompts_per_step=2")
+    assert [p.name for p in (tmp_path / "tiny-cpu" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_a_run_without_a_step_left_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its learning rate has decayed to the end, so a larger run.steps would be refused."""
+    few = ("run.steps=1", "rollout.prompts_per_step=2", "run.save_every=0")
+    train_here(tmp_path, *few)
+    train_here(tmp_path, *few, resume=True)
+    assert "no step is left; go on in a new run" in " ".join("".join(capsys.readouterr()).split())
 
 
 def test_shipped_model_is_small_and_complete() -> None:
