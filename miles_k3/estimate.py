@@ -47,7 +47,7 @@ def memory_estimate(recipe: Recipe, config: K3Config, ranks: int = 1) -> dict[st
         "cache": cache_bytes(recipe, config, itemsize),
         "activations": tokens * (hidden + logits),
     }
-    if recipe.model.device == "cpu":
+    if _on_cpu(recipe.model.device):
         parts["processes"] = PROCESS_BYTES + recipe.task.reward_workers * GRADER_BYTES
         parts = {name: size * ranks for name, size in parts.items()}
     return parts
@@ -78,11 +78,10 @@ def checkpoint_bytes(recipe: Recipe, config: K3Config) -> int:
 
 def available_bytes(device: str) -> tuple[str, int]:
     """Where a run's memory comes from, and how much of it is free now."""
-    if device != "cpu":
+    if not _on_cpu(device):
         import torch
 
-        if torch.cuda.is_available():
-            return torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
+        return torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
     if free is None:
@@ -90,6 +89,13 @@ def available_bytes(device: str) -> tuple[str, int]:
 
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return "this machine", min(free, _cgroup_free())
+
+
+def _on_cpu(device: str) -> bool:
+    """`auto` too, where there is no CUDA device."""
+    import torch
+
+    return device == "cpu" or not torch.cuda.is_available()
 
 
 def _cgroup_free() -> int:

@@ -252,6 +252,19 @@ def test_the_estimate_follows_the_recipe(model: Path) -> None:
     assert base["base"] - packed == round(experts * (4 - 0.5 - 1 / 32))
 
 
+@pytest.mark.parametrize(
+    ("device", "cuda", "on_cpu"), [("cpu", True, True), ("auto", False, True), ("auto", True, False)]
+)
+def test_ranks_on_a_cpu_share_its_memory(
+    model: Path, monkeypatch: pytest.MonkeyPatch, device: str, cuda: bool, on_cpu: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    recipe, config = recipe_for(model, f"model.device={device}"), tiny_config()
+    one, two = (estimate.memory_estimate(recipe, config, ranks) for ranks in (1, 2))
+    assert ("processes" in one) == on_cpu
+    assert two == {name: size * (2 if on_cpu else 1) for name, size in one.items()}
+
+
 def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "_cgroup_free", lambda: 12345)
     assert estimate.available_bytes("cpu") == ("this machine", 12345)
