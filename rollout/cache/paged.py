@@ -24,7 +24,6 @@ class PagedLease:
     blocks: list[Block]
     read: Block | None
     tail: Block | None = None  # the request's own partial block
-    live: bool = True
 
 
 class PagedCache:
@@ -114,17 +113,15 @@ class PagedCache:
 
     def release(self, lease: PagedLease) -> None:
         self._refuse_dead(lease)
-        lease.live = False
         self._leases.remove(lease)
         if lease.read is not None:
             self._store.unread(lease.read)
         for block in self._leaf_first(lease.blocks, lease.read):
             self._store.unpin(block)
 
-    @staticmethod
-    def _refuse_dead(lease: PagedLease) -> None:
-        if not lease.live:
-            raise CacheError("the lease was released before")
+    def _refuse_dead(self, lease: PagedLease) -> None:
+        if lease not in self._leases:
+            raise CacheError("the lease was released before, or is another cache's")
 
     def _refuse_foreign(self, lease: PagedLease, key: bytes) -> None:
         """Raise when `key` went another way than the lease; the last block that both have is looked at."""
@@ -167,19 +164,22 @@ class PagedCache:
         self._refuse_foreign(lease, key)
         count = len(key) // self._stride
         tail = key[count * self._stride :]
-        if bool(tail) != (tail_page is not None):
+        if not key or bool(tail) != (tail_page is not None):
             raise CacheError(f"{num_tokens(tail)} tokens after the last full page, tail page {tail_page}")
         if count > len(lease.blocks):
             raise CacheError(f"a checkpoint at {num_tokens(key)}, but {len(lease.blocks)} pages are handed over only")
         if num_tokens(key) % self.checkpoint_unit:
             return False
-        block = lease.blocks[count - 1] if count else None
-        if tail_page is not None:
-            digest = self._digest_after(lease, block, tail)
+        parent = lease.blocks[count - 1] if count else None
+        if tail_page is None:
+            block = parent
+        else:
+            digest = self._digest_after(lease, parent, tail)
             if digest in self._store.table:
                 return False
-            block = self._store.add(Block(lease.version, block, tail, digest, tail_page))
-        if block is None or block.slot is not None:
+            block = self._store.add(Block(lease.version, parent, tail, digest, tail_page))
+        assert block is not None
+        if block.slot is not None:
             return False
         self._store.put_state(block, slot)
         self._retire_tail(lease, block)

@@ -332,6 +332,8 @@ def test_misuse_is_refused() -> None:
         bench.cache.checkpoint(lease, encode(run(0, 24)), 1)
     with pytest.raises(CacheError, match="4 tokens after the last full page, tail page None"):
         bench.cache.checkpoint(lease, encode(run(0, 20)), 1)
+    with pytest.raises(CacheError, match="0 tokens after the last full page"):
+        bench.cache.checkpoint(lease, b"", 1)
     bench.cache.release(lease)
     with pytest.raises(CacheError, match="released before"):
         bench.cache.release(lease)
