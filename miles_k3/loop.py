@@ -62,6 +62,7 @@ def run_training(recipe: Recipe, run: RunFolder, *, resume: bool = False) -> Run
     with assembled(recipe, training=True, world=world) as parts, stop_signal() as stop:
         ring = Ring(recipe, run, parts)
         first = ring.restore() if resume else ring.begin()
+        run.keep_recipe()
         with world.together(lambda: _open_log(recipe, run)) as metrics:
             if first and first >= last:
                 metrics.note(_nothing_left(first, recipe))

@@ -87,6 +87,10 @@ class RunFolder:
     def plots(self) -> Path:
         return self.path / "plots"
 
+    def keep_recipe(self) -> None:
+        """Store the recipe that a resumed run goes on with, once it works. Collective."""
+        self.world.once(lambda: write_text(self.path / "recipe.yaml", dump_resolved(self.recipe)))
+
     def begin_checkpoint(self, step: int) -> Draft | None:
         """An empty folder for every rank to write into. Collective.
 
@@ -179,7 +183,8 @@ def _take(recipe: Recipe, resume: bool, locks: list[FolderLock]) -> Path:
         for leftover in [found for pattern in LEFTOVERS for found in path.glob(pattern)]:
             log.info("removing %s, left behind by a killed process", leftover)
             remove_tree(leftover)
-        write_text(stored, dump_resolved(recipe))
+        if not resume:  # else `keep_recipe` does, so that a refused layout or a missing file leaves the run's own
+            write_text(stored, dump_resolved(recipe))
     except BaseException:
         lock.release()
         raise

@@ -10,7 +10,7 @@ import torch
 from helpers.runs import read_results, small_recipe, train_here
 
 from miles_k3.assemble import assembled
-from miles_k3.errors import MilesError, SyncError
+from miles_k3.errors import LaunchError, MilesError, SyncError
 from miles_k3.k3.config import K3Config
 from miles_k3.types import StepStats, TrainBatch
 
@@ -111,6 +111,15 @@ def test_a_run_without_a_step_left_says_how_to_go_on(tmp_path: Path, capsys: pyt
     train_here(tmp_path, *few)
     train_here(tmp_path, *few, resume=True)
     assert "no step is left; go on in a new run" in " ".join("".join(capsys.readouterr()).split())
+
+
+def test_a_resume_that_is_refused_leaves_the_runs_recipe(tmp_path: Path) -> None:
+    train_here(tmp_path, "run.steps=0")
+    stored = tmp_path / "tiny-cpu" / "recipe.yaml"
+    before = stored.read_text()
+    with pytest.raises(LaunchError, match="there are 1; start with torchrun --nproc-per-node 3"):
+        train_here(tmp_path, "run.steps=0", "trainer.parallel.pp=3", resume=True)
+    assert stored.read_text() == before, "it can be resumed as before"
 
 
 def test_shipped_model_is_small_and_complete() -> None:

@@ -110,6 +110,8 @@ def test_resume_allows_length_and_logging_and_lists_every_other_difference(tmp_p
     allowed = make_recipe(tmp_path, run={"steps": 500, "save_every": 1, "wandb": "offline"}, eval={"prompts": 8},
                           trainer={"parallel": ParallelSection(tp=2), "recompute": "full"})  # fmt: skip
     with RunFolder.create(allowed, resume=True) as run:
+        assert load_recipe(run.path / "recipe.yaml").recipe == make_recipe(tmp_path), "it may yet be refused"
+        run.keep_recipe()
         assert load_recipe(run.path / "recipe.yaml").recipe == allowed
     other = make_recipe(tmp_path, trainer={"lr": 0.5}, run={"seed": 3}, task={"params": {"a": 1}})
     with pytest.raises(ConfigError) as caught:
