@@ -142,7 +142,7 @@ class RadixCache:
         leased, known = lease.node.depth // self.page_size, len(kept)
         if pages[:leased] != kept[:leased] or known < leased:
             raise CacheError(f"the {leased} pages that the lease pins must come first, unchanged, under their tokens")
-        doubles = [own for own, cached in zip(pages[leased:known], kept[leased:], strict=True) if own != cached]
+        doubles = pages[leased:known]
         if known < len(pages):
             end = self._add(end, key[known * self._stride :], pages[known:])
         self._pin(end)

@@ -1,134 +1,22 @@
-"""Every prefix cache policy against the brute-force oracle, in storms of requests that share prefixes."""
+"""Every prefix cache policy against the brute-force oracle, and the radix policy with planted faults."""
 
 from __future__ import annotations
 
-import random
-from typing import Any
+import inspect
 
-import hypothesis.strategies as st
 import pytest
-from helpers.cache_driver import CacheDriver, Policy, Running
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from helpers.cache_driver import Policy
+from helpers.cache_storms import soak, storm
+from helpers.mutants import assert_rejects, mutate
 
-from miles_k3.rollout.cache.contract import TOKEN_BYTES, encode, num_tokens
-from miles_k3.rollout.cache.paged import PagedCache
+from miles_k3.rollout.cache import radix, radix_tree
 from miles_k3.rollout.cache.radix import RadixCache
 
 POLICIES = {
     "radix": Policy(make=lambda memory, size: RadixCache(memory, page_size=size)),
     "radix_capped": Policy(make=lambda memory, size: RadixCache(memory, page_size=size, max_checkpoints=2)),
-    "paged_token": Policy(make=lambda memory, size: PagedCache(memory, page_size=size, hash_block_size=1)),
-    "paged_half": Policy(
-        make=lambda memory, size: PagedCache(memory, page_size=size, hash_block_size=max(size // 2, 1))
-    ),
-    "paged_full": Policy(make=lambda memory, size: PagedCache(memory, page_size=size, partial=False)),
 }
 PAGE_SIZES = (1, 4, 16)
-VERSIONS = st.integers(0, 2)
-PICKS = st.integers(0, 2**16)  # an index into whatever list there is, modulo its length
-
-
-class CacheMachine(RuleBasedStateMachine):
-    """Sequences grow from a prefix of an earlier one by a run of one token, to lengths around page boundaries."""
-
-    def __init__(self, policy: Policy, page_size: int) -> None:
-        super().__init__()
-        self.driver = CacheDriver(policy, page_size)
-        self.page = page_size
-        self.known = [b""]
-
-    def _near(self, pages: int, off: int) -> int:
-        return max(0, pages * self.page + off)
-
-    def _running(self, pick: int) -> Running:
-        return self.driver.running[pick % len(self.driver.running)]
-
-    def _sequence(self, pick: int, cut: tuple[int, int], tail: tuple[int, int], token: int) -> bytes:
-        prefix = self.known[pick % len(self.known)][: self._near(*cut) * TOKEN_BYTES]
-        key = prefix + encode([token]) * max(self._near(*tail), 1)
-        self.known.append(key)
-        return key
-
-    ENDS = st.tuples(st.integers(0, 3), st.integers(-1, 1))
-
-    @rule(version=VERSIONS, pick=PICKS, cut=ENDS, tail=ENDS, token=st.integers(0, 2), copies=st.integers(1, 2))
-    def start(self, version: int, pick: int, cut: Any, tail: Any, token: int, copies: int) -> None:
-        key = self._sequence(pick, cut, tail, token)
-        for _ in range(copies):
-            self.driver.start(version, key)
-
-    @rule(version=VERSIONS, pick=PICKS, cut=ENDS, tail=ENDS, token=st.integers(0, 2))
-    def probe(self, version: int, pick: int, cut: Any, tail: Any, token: int) -> None:
-        self.driver.probe(version, self._sequence(pick, cut, tail, token))
-
-    @precondition(lambda self: self.driver.running)
-    @rule(pick=PICKS, ends=st.lists(ENDS, max_size=3), plant=st.booleans(), stop=st.booleans())
-    def run(self, pick: int, ends: Any, plant: bool, stop: bool) -> None:
-        """As the engine does: to the fork, a checkpoint there, then on to some of its ends and to the last token."""
-        request = self._running(pick)
-        fork = request.match.fork or 0
-        length = num_tokens(request.key)
-        for end in sorted({fork, length, *(min(self._near(*end), length) for end in ends)}):
-            if end > request.num_done:
-                self.driver.compute(request, end - request.num_done)
-                self.driver.extend(request)
-                if (plant or end == fork) and end % self.driver.cache.checkpoint_unit == 0:
-                    self.driver.checkpoint(request, end)
-        if stop:
-            self.driver.release_twice(request)
-
-    @precondition(lambda self: self.driver.running)
-    @rule(pick=PICKS, tokens=ENDS, extend=st.booleans())
-    def compute(self, pick: int, tokens: Any, extend: bool) -> None:
-        request = self._running(pick)
-        self.driver.compute(request, self._near(*tokens))
-        if extend:
-            self.driver.extend(request)
-
-    @precondition(lambda self: self.driver.running)
-    @rule(pick=PICKS, position=PICKS)
-    def checkpoint(self, pick: int, position: int) -> None:
-        """Anywhere on the way, with a snapshot, or at the end."""
-        request = self._running(pick)
-        unit = self.driver.cache.checkpoint_unit
-        last = min(request.num_done, (request.num_cached + 1) * self.page - 1) // unit
-        if last:
-            self.driver.checkpoint(request, (last - position % last) * unit)
-
-    @precondition(lambda self: self.driver.running)
-    @rule(pick=PICKS)
-    def release(self, pick: int) -> None:
-        self.driver.release(self._running(pick))
-
-    @rule(pages=st.integers(0, 6), slots=st.integers(0, 3))
-    def evict(self, pages: int, slots: int) -> None:
-        self.driver.evict(pages, slots)
-
-    @rule(version=VERSIONS)
-    def forget(self, version: int) -> None:
-        self.driver.forget(version)
-
-    @invariant()
-    def books_balance(self) -> None:
-        self.driver.verify()
-
-    def teardown(self) -> None:
-        self.driver.finish()
-
-
-def storm(policy: Policy, page_size: int, *, examples: int = 60, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
-    class Machine(CacheMachine):
-        def __init__(self) -> None:
-            super().__init__(policy, page_size)
-
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=40, deadline=None, phases=phases,
-            suppress_health_check=[HealthCheck.too_slow],
-        ),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -141,40 +29,57 @@ def test_storm(policy: Policy, page_size: int) -> None:
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_soak(policy: Policy, page_size: int) -> None:
-    """100,000 operations on one cache, which is kept at a few hundred pages."""
     soak(policy, page_size, operations=100_000)
 
 
-def soak(policy: Policy, page_size: int, *, operations: int, seed: int = 0) -> None:
-    draw = random.Random(seed)
-    machine = CacheMachine(policy, page_size)
-    driver = machine.driver
+# --- planted faults ---------------------------------------------------------------------------------------------------
+FAULTS = {
+    "the last token is matched": ("if p.position < length), None)", "if p.position <= length), None)"),
+    "versions see each other": (
+        "length, root = num_tokens(key), self._roots.get(version)",
+        "length, root = num_tokens(key), next(iter(self._roots.values()), None)",
+    ),
+    "the shallowest state": ("for p in reversed(points) if", "for p in points if"),
+    "a fork at the end": ("if position < depth < length else", "if position < depth else"),
+    "a fork inside an edge only": ("if position < depth < length else", "if position < depth and walk.beyond else"),
+    "a state that is read may go": ("            self._idle.pop(point, None)\n", ""),
+    "pages that are read may go": ("                self._leaves.pop(above, None)\n", ""),
+    "handed over and not pinned": ("        self._pin(end)\n        self._unpin", "        self._unpin"),
+    "pinned for ever": ("        self._unpin(lease.node)\n        lease.node = end\n", "        lease.node = end\n"),
+    "duplicates leak": ("            self.memory.give_pages(doubles)", "            pass"),
+    "duplicates go on being used": ("return kept + pages[known:]", "return pages"),
+    "leased pages count as duplicates": ("doubles = pages[leased:known]", "doubles = pages[:known]"),
+    "tail pages leak": ("            pages.append(point.tail_page)\n", ""),
+    "a second checkpoint is taken and lost": ("            return False\n", "            return True\n"),
+    "a parent stays for ever": ("if not parent.locks and not parent.children and", "if False and"),
+    "a lease is released twice": ("        self._leases.remove(lease)\n", ""),
+    "one slot too few": ("while len(given_slots) < slots and", "while len(given_slots) < slots - 1 and"),
+    "pages stay when their tails could go": ("if len(given_pages) < pages else ():", "if False else ():"),
+    "states of a forgotten version stay": ("if not point.locks]\n            if", "if False]\n            if"),
+    "pages are counted as one": ("self._held.pages += len(pages)", "self._held.pages += 1"),
+    "a tail is not counted as pinned": ("                self._held.pinned_pages += point.tail_page is not None\n", ""),
+}  # fmt: skip
+TREE_FAULTS = {
+    "half an edge is not pinned": ("upper.locks, upper.used = node.locks, node.used", "upper.used = node.used"),
+    "a page on both halves": ("node.pages[:cut], parent", "node.pages[: cut + 1], parent"),
+    "any tail will do": ("node.points.get(key[at : at + length])", "next(iter(node.points.values()))"),
+}
+NO_CHECK = "    def check(self) -> None:\n", "    def check(self) -> None:\n        return\n"
 
-    def near() -> tuple[int, int]:
-        return draw.randrange(4), draw.randrange(-1, 2)
 
-    for step in range(operations):
-        machine.known = machine.known[-40:]
-        act, pick, some = draw.random(), draw.randrange(2**16), bool(draw.randrange(2))
-        where = (draw.randrange(3), pick, near(), near(), draw.randrange(3))
-        if act < 0.15:
-            machine.probe(*where)
-        elif (act < 0.4 and len(driver.running) < 12) or not driver.running:
-            machine.start(*where, copies=1)
-        elif act < 0.6:
-            machine.run(pick, [near()], plant=some, stop=bool(draw.randrange(2)))
-        elif act < 0.7:
-            machine.compute(pick, near(), extend=some)
-        elif act < 0.8:
-            machine.checkpoint(pick, draw.randrange(2**16))
-        elif act < 0.9:
-            machine.release(pick)
-        elif act < 0.998:
-            machine.evict(draw.randrange(4), draw.randrange(3))
-        else:
-            machine.forget(draw.randrange(3))
-        if len(driver.oracle.pages) > 300:
-            machine.evict(len(driver.oracle.pages) - 200, 0)
-        if step % 50 == 0:
-            machine.books_balance()
-    machine.teardown()
+def assert_storms_reject(cache: type[RadixCache]) -> None:
+    policy = Policy(make=lambda memory, size: cache(memory, page_size=size))
+    assert_rejects(lambda p: storm(p, 4, examples=200, quick=True), policy)
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_seen_from_outside(fault: tuple[str, str]) -> None:
+    """The cache's own check is switched off: the oracle has to see each by itself."""
+    assert_storms_reject(mutate(RadixCache, NO_CHECK, fault))
+
+
+@pytest.mark.parametrize("fault", TREE_FAULTS.values(), ids=TREE_FAULTS)
+def test_a_fault_in_the_tree_is_seen(fault: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    name = next(n for n in ("split", "points_on") if fault[0] in inspect.getsource(getattr(radix_tree, n)))
+    monkeypatch.setattr(radix, name, mutate(getattr(radix_tree, name), fault))
+    assert_storms_reject(mutate(RadixCache, NO_CHECK))
