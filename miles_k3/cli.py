@@ -24,6 +24,9 @@ app = typer.Typer(
 recipe_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(recipe_app, name="recipe")
 
+bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
+app.add_typer(bench_app, name="bench")
+
 RecipeArg = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one value, e.g. --set trainer.lr=1.0e-4.")
@@ -236,6 +239,31 @@ def list_recipes() -> None:
 
     for name in shipped_recipes():
         typer.echo(name)
+
+
+@bench_app.command("cache")
+def bench_cache(
+    trace: Annotated[list[str] | None, typer.Option("--trace", help="Traces to replay; without it, all.")] = None,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests of each trace.")] = 10_000,
+    budget: Annotated[float, typer.Option("--budget", min=1.0, help="Cache memory of one rank, GiB.")] = 80.0,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks that share the KDA heads.")] = 8,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FOLDER", help="Its config.json; without it, Kimi K3's.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="For cache.json and cache.png.")] = Path(),
+) -> None:
+    """Replay traces of reinforcement learning against the prefix cache's policies, with a real model's byte sizes."""
+    from miles_k3 import bench
+    from miles_k3.k3.config import K3Config
+
+    config = K3Config.from_folder(model or Path(__file__).parents[1] / "assets" / "kimi-k3")
+    rows = bench.bench_cache(
+        config, trace or list(bench.TRACES), requests=requests, tp=tp, budget_gib=budget,
+        told=lambda row: typer.echo(f"{row['trace']}, {row['policy']}: {row['seconds']:.1f} s", err=True),
+    )  # fmt: skip
+    typer.echo(bench.markdown(rows))
+    facts = {"requests": requests, "budget_gib": budget, "tp": tp}
+    typer.echo(f"written: {', '.join(map(str, bench.write(rows, facts, out)))}", err=True)
 
 
 def _value_lines(loaded: LoadedRecipe) -> list[str]:
