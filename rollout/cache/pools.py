@@ -5,6 +5,9 @@ numbers a token, D three times the KDA width, B requests.
 
 Page 0 and slot 0 belong to nobody: index tensors are padded with 0, so padding never touches a live request. A recycled
 page or slot is dirty until `scrub`, which a step calls before its forward.
+
+`take_pages`, `take_slot`, `give_pages` and `give_slots` hand out single blocks for `split.SplitPool`, whose ledger
+knows their owners and says what to `zero`.
 """
 
 from __future__ import annotations
@@ -85,11 +88,9 @@ class LatentPages:
         """Give `owner` the pages `shared` (of another owner) followed by `count` free ones."""
         if owner in self._owned:
             raise PoolError(f"slot {owner} already owns pages")
-        if count > len(self._free):
-            raise PoolError(f"{count} pages taken, {len(self._free)} are free")
-        fresh = [self._free.pop() for _ in range(count)]
+        fresh = self.take_pages(count)
         pages = [*shared, *fresh]
-        for page in pages:
+        for page in shared:
             self._users[page] += 1
         self._dirty += fresh
         self._owned[owner] = pages
@@ -99,11 +100,26 @@ class LatentPages:
         """Give the owner's pages back; shared ones stay with their other owners."""
         if owner not in self._owned:
             raise PoolError(f"slot {owner} owns no pages: freed twice")
-        for page in self._owned.pop(owner):
+        self.give_pages(self._owned.pop(owner))
+        self.table_SP[owner] = 0
+
+    def take_pages(self, count: int) -> list[int]:
+        """Free pages without an entry in the table; the caller zeroes them."""
+        if count > len(self._free):
+            raise PoolError(f"{count} pages taken, {len(self._free)} are free")
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._users[page] = 1
+        return pages
+
+    def give_pages(self, pages: Sequence[int]) -> None:
+        """One user less of each."""
+        for page in pages:
+            if not self._users[page]:
+                raise PoolError(f"page {page} is free already: freed twice")
             self._users[page] -= 1
             if not self._users[page]:
                 self._free.append(page)
-        self.table_SP[owner] = 0
 
     def rename(self, source: int, target: int) -> None:
         """Hand the table row of one slot to another, free one."""
@@ -125,8 +141,11 @@ class LatentPages:
     def scrub(self) -> None:
         """Zero every page that was taken since the last scrub."""
         if self._dirty:
-            self.kv.index_fill_(1, put(self._dirty, self.device), 0.0)
+            self.zero(self._dirty)
             self._dirty.clear()
+
+    def zero(self, pages: Sequence[int]) -> None:
+        self.kv.index_fill_(1, put(pages, self.device), 0.0)
 
     def sleep(self) -> None:
         """Drop the memory. Raises EngineError while a page is owned."""
@@ -204,12 +223,21 @@ class StateSlots:
 
     def take(self) -> int:
         """The lowest free slot."""
+        slot = self.take_slot()
+        self._dirty.append(slot)
+        return slot
+
+    def take_slot(self) -> int:
+        """The lowest free slot; the caller zeroes it."""
         if not self._free:
             raise PoolError(f"all {self.num_slots} state slots are taken")
         slot = heapq.heappop(self._free)
         self._live.add(slot)
-        self._dirty.append(slot)
         return slot
+
+    def give_slots(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.release(slot)
 
     def release(self, slot: int) -> None:
         if slot not in self._live:
@@ -244,10 +272,13 @@ class StateSlots:
     def scrub(self) -> None:
         """Zero every slot that was taken since the last scrub: S = 0 is also where a request starts."""
         if self._dirty:
-            index = put(self._dirty, self.device)
-            for pool in self._awake():
-                pool.index_fill_(1, index, 0.0)
+            self.zero(self._dirty)
             self._dirty.clear()
+
+    def zero(self, slots: Sequence[int]) -> None:
+        index = put(slots, self.device)
+        for pool in self._awake():
+            pool.index_fill_(1, index, 0.0)
 
     def sleep(self) -> None:
         """Drop the memory. Raises EngineError while a slot is live."""
