@@ -270,8 +270,9 @@ class MegatronTrainer:
     def _check_finite(self, norms: Sequence[float]) -> None:
         if not math.isfinite(norms[-1]):
             raise MilesError(
-                f"the gradient norm is {norms[-1]} in update {len(norms)} of step {self._version}; the adapter is "
-                "as before this update: lower trainer.lr or set trainer.grad_clip, and look at the step's metrics"
+                f"the gradient norm is {norms[-1]} in update {len(norms)} of step {self._version + 1}; the adapter is "
+                "as before this update: look at the metrics of the steps before, lower trainer.lr in the run's "
+                "recipe.yaml, and go on with train RUN --resume"
             )
 
 
