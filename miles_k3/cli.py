@@ -27,7 +27,9 @@ app.add_typer(recipe_app, name="recipe")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
 app.add_typer(bench_app, name="bench")
 
-RecipeArg = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
+RecipeArg = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A YAML file, the name of a shipped recipe, or the folder of a run.")
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one value, e.g. --set trainer.lr=1.0e-4.")
 ]
