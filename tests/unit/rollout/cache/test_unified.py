@@ -171,6 +171,20 @@ def test_slots_close_their_holes_for_pages(driver: PoolDriver, pool: UnifiedPool
     assert pool.places.ends[SLOT].num_moved == 3
 
 
+def test_a_move_ends_with_its_block(driver: PoolDriver, pool: UnifiedPool) -> None:
+    """A block given back while its move is queued: nothing is copied to a rank that is somebody else's by then."""
+    pages = take_and_flush(driver, PAGE, 5)
+    driver.give((PAGE, pages[0]))
+    pool.places.settle()
+    assert list(pool.places.ends[PAGE].sources) == [pages[4]]
+    driver.give((PAGE, pages[4]))
+    assert not pool.places.ends[PAGE].sources
+    pool.places.settle()
+    pool.check()
+    assert list(pool.places.ends[PAGE].sources) == [pages[3]]
+    driver.flush()
+
+
 def test_many_moves_run_in_pieces(monkeypatch: pytest.MonkeyPatch, driver: PoolDriver, pool: UnifiedPool) -> None:
     monkeypatch.setattr("miles_k3.rollout.cache.unified.COPY_BYTES", 2 * P)
     pages = take_and_flush(driver, PAGE, 20)
