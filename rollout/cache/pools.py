@@ -6,8 +6,8 @@ numbers a token, D three times the KDA width, B requests.
 Page 0 and slot 0 belong to nobody: index tensors are padded with 0, so padding never touches a live request. A recycled
 page or slot is dirty until `scrub`, which a step calls before its forward.
 
-`take_pages`, `take_slot`, `give_pages` and `give_slots` hand out single blocks for `split.SplitPool`, whose ledger
-knows their owners and says what to `zero`.
+`take_pages`, `take_slot`, `give_pages` and `give_slots` hand out single blocks for `split.SplitPool`, which
+zeroes them itself.
 """
 
 from __future__ import annotations
@@ -141,11 +141,8 @@ class LatentPages:
     def scrub(self) -> None:
         """Zero every page that was taken since the last scrub."""
         if self._dirty:
-            self.zero(self._dirty)
+            self.kv.index_fill_(1, put(self._dirty, self.device), 0.0)
             self._dirty.clear()
-
-    def zero(self, pages: Sequence[int]) -> None:
-        self.kv.index_fill_(1, put(pages, self.device), 0.0)
 
     def sleep(self) -> None:
         """Drop the memory. Raises EngineError while a page is owned."""
@@ -272,13 +269,10 @@ class StateSlots:
     def scrub(self) -> None:
         """Zero every slot that was taken since the last scrub: S = 0 is also where a request starts."""
         if self._dirty:
-            self.zero(self._dirty)
+            index = put(self._dirty, self.device)
+            for pool in self._awake():
+                pool.index_fill_(1, index, 0.0)
             self._dirty.clear()
-
-    def zero(self, slots: Sequence[int]) -> None:
-        index = put(slots, self.device)
-        for pool in self._awake():
-            pool.index_fill_(1, index, 0.0)
 
     def sleep(self) -> None:
         """Drop the memory. Raises EngineError while a slot is live."""

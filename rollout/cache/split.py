@@ -13,6 +13,7 @@ from torch import Tensor
 
 from miles_k3.errors import EngineError
 from miles_k3.rollout.cache.blocks import Kind, Ledger
+from miles_k3.rollout.cache.device import put
 from miles_k3.rollout.cache.layout import Layout
 from miles_k3.rollout.cache.memory import BlockPool
 from miles_k3.rollout.cache.pools import LatentPages, PoolError, StateSlots
@@ -112,7 +113,9 @@ class SplitPool(BlockPool):
         pass
 
     def _zero(self, kind: Kind, blocks: Sequence[int]) -> None:
-        (self._slots if kind is Kind.SLOT else self._pages).zero(blocks)
+        rows = put(blocks, self.device)
+        for part in (self.states, self.windows) if kind is Kind.SLOT else (self.kv,):
+            part.index_fill_(1, rows, 0.0)
 
     def _copy(self, kind: Kind, sources: np.ndarray, targets: np.ndarray) -> None:
         (self._slots if kind is Kind.SLOT else self._pages).copy(sources.tolist(), targets.tolist())
