@@ -95,6 +95,8 @@ def make_engine(recipe: Recipe, model: Model) -> EmbeddedEngine:
             model.base, model.config, tokenizer=model.tokenizer, adapter_config=adapter_config(recipe),
             max_lora_rank=rollout.max_lora_rank, max_running=rollout.max_running, page_size=rollout.page_size,
             num_pages=rollout.num_pages, prefill_chunk_tokens=rollout.prefill_chunk_tokens, max_sequence_tokens=longest,
+            prefix_cache=rollout.prefix_cache, cache_slots=rollout.cache_slots,
+            cache_min_tokens=rollout.cache_min_tokens,
         )  # fmt: skip
     except (MemoryError, OverflowError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not re.search("alloc|memory|overflow", str(e)):

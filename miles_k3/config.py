@@ -115,6 +115,16 @@ class RolloutSection(Section):
         default=0, ge=0, description="MLA latent pages; 0 sizes them for max_running full-length requests."
     )
     prefill_chunk_tokens: PositiveInt = Field(default=4096, description="Prompt tokens computed per engine step.")
+    prefix_cache: Literal["radix", "off"] = Field(
+        default="radix", description="Prompts take over what earlier requests of their version computed; off: nothing."
+    )
+    cache_slots: int = Field(
+        default=0, ge=0, description="State slots for checkpoints beside max_running; 0 takes a quarter of max_running."
+    )
+    cache_min_tokens: PositiveInt = Field(
+        default=64,
+        description="Shorter prefixes are computed again: a state costs as much as thousands of tokens of KV.",
+    )
     sleep_while_training: bool = Field(
         default=False, description="Give the engine's cache memory back while the trainer works."
     )

@@ -61,14 +61,17 @@ def _activations_per_layer(recipe: Recipe) -> int:
 
 
 def cache_bytes(recipe: Recipe, config: K3Config, itemsize: int) -> int:
-    """The engine's pages of MLA latents, and a KDA state and convolution window per running request."""
+    """The engine's pages of MLA latents, and a KDA state and convolution window per running request and checkpoint."""
     longest = recipe.task.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens
     page, running = recipe.rollout.page_size, recipe.rollout.max_running
     pages = recipe.rollout.num_pages or running * -(-longest // page)
     latents = pages * page * config.latent_cache_dim * len(config.mla_layers) * itemsize
     state = config.kda_num_heads * config.kda_head_dim**2 * FP32
     window = 3 * config.kda_dim * (config.short_conv_kernel_size - 1) * itemsize
-    return latents + running * len(config.kda_layers) * (state + window)
+    slots = running
+    if recipe.rollout.prefix_cache != "off":
+        slots += recipe.rollout.cache_slots or -(-running // 4)
+    return latents + slots * len(config.kda_layers) * (state + window)
 
 
 def checkpoint_bytes(recipe: Recipe, config: K3Config) -> int:

@@ -121,6 +121,13 @@ class LatentPages:
             if not self._users[page]:
                 self._free.append(page)
 
+    def hold(self, pages: Sequence[int]) -> None:
+        """Count one more user, who is no owner, of pages that are in use; `give_pages` ends it."""
+        for page in pages:
+            if not self._users[page]:
+                raise PoolError(f"page {page} is free and can't be held")
+            self._users[page] += 1
+
     def rename(self, source: int, target: int) -> None:
         """Hand the table row of one slot to another, free one."""
         if target in self._owned:
@@ -134,9 +141,10 @@ class LatentPages:
         return self.table_SP[owners, positions // self.page_size] * self.page_size + positions % self.page_size
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages, every layer."""
+        """Copy whole pages, every layer; the targets are then clean."""
         source, target = put(sources, self.device), put(targets, self.device)
         self.kv.index_copy_(1, target, self.kv.index_select(1, source))
+        self._dirty = [page for page in self._dirty if page not in set(targets)]
 
     def scrub(self) -> None:
         """Zero every page that was taken since the last scrub."""
@@ -179,6 +187,7 @@ class StateSlots:
         self._dtype, self.device = dtype, device
         self._free = list(range(1, num_slots + 1))
         self._live: set[int] = set()
+        self._lent: set[int] = set()  # held by a cache, which never writes them
         self._dirty: list[int] = []
         self._tensors: tuple[Tensor, Tensor] | None = None
         self.wake()
@@ -242,6 +251,32 @@ class StateSlots:
         self._live.remove(slot)
         heapq.heappush(self._free, slot)
 
+    def lend_free(self) -> int:
+        """The highest free slot, for a cache: out of the way of those that requests work in."""
+        if not self._free:
+            raise PoolError(f"all {self.num_slots} state slots are taken")
+        slot = max(self._free)
+        self._free.remove(slot)
+        heapq.heapify(self._free)
+        self._lent.add(slot)
+        self._dirty.append(slot)
+        return slot
+
+    def lend(self, slot: int) -> None:
+        """Hand a live slot to a cache, with what it holds."""
+        if slot not in self._live:
+            raise PoolError(f"state slot {slot} is not live and can't be handed over")
+        self._live.remove(slot)
+        self._lent.add(slot)
+
+    def take_back(self, slots: Sequence[int]) -> None:
+        """The end of `lend` and `lend_free`."""
+        for slot in slots:
+            if slot not in self._lent:
+                raise PoolError(f"state slot {slot} is not with a cache: given back twice")
+            self._lent.remove(slot)
+            heapq.heappush(self._free, slot)
+
     def compact(self) -> dict[int, int]:
         """Move the highest live slots into the gaps below them; {old slot: new slot}. Nothing may be dirty."""
         if self._dirty:
@@ -276,8 +311,10 @@ class StateSlots:
 
     def sleep(self) -> None:
         """Drop the memory. Raises EngineError while a slot is live."""
-        if self._live:
-            raise EngineError(f"{len(self._live)} requests still hold state slots; abort them or let them finish")
+        if self._live or self._lent:
+            raise EngineError(
+                f"{len(self._live)} requests and {len(self._lent)} checkpoints still hold state slots; end them first"
+            )
         self._tensors = None
 
     def wake(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -13,7 +14,9 @@ from miles_k3.errors import AdapterError, EngineError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.weights import ResidentBase
 from miles_k3.rollout.cache.pools import LatentPages, StateSlots
+from miles_k3.rollout.cache.radix import RadixCache
 from miles_k3.rollout.embedded.model import EngineModel
+from miles_k3.rollout.embedded.prefix import CacheMemory, Prefixes
 from miles_k3.rollout.embedded.request import Request, Stage, judge_params, judge_tokens
 from miles_k3.rollout.embedded.runner import Runner
 from miles_k3.rollout.embedded.scheduler import Scheduler
@@ -44,8 +47,13 @@ class EmbeddedEngine:
         max_sequence_tokens: int,
         dtype: torch.dtype | None = None,
         share_prompts: bool = True,
+        prefix_cache: Literal["off", "radix"] = "off",
+        cache_slots: int = 0,
+        cache_min_tokens: int = 64,
     ) -> None:
         """`num_pages` 0 holds `max_running` requests of `max_sequence_tokens`. `adapter_config`: refuse any other.
+        `cache_slots`: state checkpoints that the prefix cache may hold beside those that find room among the requests';
+        0 takes a quarter of `max_running`. `cache_min_tokens`: shorter prefixes are not kept.
 
         Raises EngineError when `config` or `dtype` are not the base's own.
         """
@@ -58,23 +66,29 @@ class EmbeddedEngine:
         self.config, self.max_sequence_tokens = config, max_sequence_tokens
         self.tokenizer, self.adapter_config = tokenizer, adapter_config
         per_request = -(-max_sequence_tokens // page_size)
+        num_slots = max_running + (0 if prefix_cache == "off" else cache_slots or -(-max_running // 4))
         self.pages = LatentPages.for_model(
             config,
             num_pages=num_pages or max_running * per_request,
             page_size=page_size,
-            num_owners=max_running,
+            num_owners=num_slots,
             max_pages_per_owner=per_request,
             dtype=base.dtype,
             device=base.device,
         )
-        self.slots = StateSlots.for_model(config, max_running, base.dtype, base.device)
+        self.slots = StateSlots.for_model(config, num_slots, base.dtype, base.device)
         self.store = AdapterStore(config, max_rank=max_lora_rank, dtype=base.dtype, device=base.device)
+        self.prefixes: Prefixes | None = None
+        if prefix_cache == "radix":
+            cache = RadixCache(CacheMemory(self.pages, self.slots), page_size=page_size)
+            self.prefixes = Prefixes(cache, self.pages, self.slots, min_tokens=cache_min_tokens)
         self.scheduler = Scheduler(
             self.slots,
             self.pages,
             max_running=max_running,
             prefill_chunk_tokens=prefill_chunk_tokens,
             share_prompts=share_prompts,
+            prefixes=self.prefixes,
         )
         self.runner = Runner(EngineModel(base), self.store, self.slots, self.pages, self.scheduler)
         self._requests: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
@@ -242,11 +256,19 @@ class EmbeddedEngine:
         if expected is not None and update.config != expected and update.config.rank <= self.store.max_rank:
             raise AdapterError(f"adapter v{update.version} is {update.config}, this run's adapters are {expected}")
         self.store.load(update)
+        self._forget_dead()
+
+    def _forget_dead(self, *, all_of_them: bool = False) -> None:
+        """Nobody can ask for the prefixes of a version that has gone."""
+        if self.prefixes is not None:
+            running = {request.version for request, _ in self._requests.values()}
+            self.prefixes.forget_all_but(set() if all_of_them else running | {self.adapter_version})
 
     def sleep(self) -> None:
         """Give the caches' memory back. Raises EngineError while requests run or wait."""
         if self._requests:
             raise EngineError(f"{len(self._requests)} requests run or wait; await or abort them before sleep")
+        self._forget_dead(all_of_them=True)
         self.pages.sleep()
         self.slots.sleep()
         self._asleep = True
@@ -269,6 +291,7 @@ class EmbeddedEngine:
         """Abort everything and give the memory back; a closed engine stays closed."""
         self._drop_all(None)
         self._closed = True
+        self._forget_dead(all_of_them=True)
         self.pages.sleep()
         self.slots.sleep()
 
@@ -283,4 +306,5 @@ class EmbeddedEngine:
             "adapter_version": self.adapter_version,
             **self.runner.seconds,
             **self.runner.counters,
+            **({} if self.prefixes is None else self.prefixes.stats()),
         }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from miles_k3.errors import EngineError
+from miles_k3.rollout.cache.contract import Lease
 from miles_k3.rollout.embedded.text import Detokenizer, StopText, decode
 from miles_k3.types import Completion, FinishReason, SamplingParams
 
@@ -41,6 +42,9 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     routed: list[Tensor] = field(default_factory=list)  # int16 [tokens, M, K] each
     followers: list[Request] = field(default_factory=list)
+    lease: Lease | None = None  # pins what it reads of the prefix cache
+    cached_pages: list[int] = field(default_factory=list)  # the cache's pages of its first tokens
+    stops: list[int] = field(default_factory=list)  # prompt positions where a snapshot is due, ascending
     cut_at: int | None = None  # where a stop string begins in the text
     finish_reason: FinishReason | None = None
     error: str | None = None

@@ -78,6 +78,8 @@ class Runner:
         rows: list[int] = []
         for row, (request, count) in enumerate(step.chunks):
             request.num_cached += count
+            if self.scheduler.prefixes is not None:
+                self.scheduler.prefixes.reached(request)
             if request.num_cached == len(request.prompt):
                 group = self.scheduler.prompt_done(request)
                 self._fork(group)

@@ -8,9 +8,11 @@ of the order of submission.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miles_k3.rollout.cache.pools import LatentPages, StateSlots
+from miles_k3.rollout.embedded.prefix import Prefixes
 from miles_k3.rollout.embedded.request import Request, Stage
 from miles_k3.types import FinishReason
 
@@ -38,8 +40,9 @@ class Scheduler:
         max_running: int,
         prefill_chunk_tokens: int,
         share_prompts: bool = True,
+        prefixes: Prefixes | None = None,
     ) -> None:
-        self.slots, self.pages = slots, pages
+        self.slots, self.pages, self.prefixes = slots, pages, prefixes
         self.max_running, self.prefill_chunk_tokens, self.share_prompts = (
             max_running,
             prefill_chunk_tokens,
@@ -79,23 +82,45 @@ class Scheduler:
         return Step(decodes=tuple(self.decoding))
 
     def _admit(self, request: Request) -> bool:
-        """Give a request its slot and pages if they are free."""
+        """Give a request its slot and pages if they are free, or can be had from the prefix cache."""
+        if self.num_running >= self.max_running:
+            return False
         leader = self._leader_for(request)
-        # Only full pages are shared: nobody writes into them any more once the prompt is computed.
-        shared = self.pages.pages_of(leader.slot)[: len(request.prompt) // self.pages.page_size] if leader else []
+        if leader:
+            # Only full pages are shared: nobody writes into them any more once the prompt is computed.
+            shared = self.pages.pages_of(leader.slot)[: len(request.prompt) // self.pages.page_size]
+            return self._take(request, shared) and self._follow(request, leader)
+        if self.prefixes is None:
+            return self._take(request, []) and self._lead(request)
+        match = self.prefixes.find(request)
+        self.prefixes.lock(request, match)
+        if not self._take(request, match.pages):
+            self.prefixes.unlock(request)
+            return False
+        self.prefixes.attach(request, match)
+        self.prefixes.plan_stops(request, match)
+        return self._lead(request)
+
+    def _take(self, request: Request, shared: Sequence[int]) -> bool:
         needed = self.pages.pages_for(request.total_tokens) - len(shared)
-        if self.num_running >= self.max_running or not self.slots.num_free or needed > self.pages.num_free:
+        if self.prefixes is not None and not self.prefixes.make_room(needed, 1):
+            return False
+        if not self.slots.num_free or needed > self.pages.num_free:
             return False
         request.slot = self.slots.take()
         self.pages.take(request.slot, needed, shared=shared)
-        if leader:
-            request.stage = Stage.FOLLOWING
-            leader.followers.append(request)
-            self._num_following += 1
-        else:
-            request.stage = Stage.PREFILL
-            self.prefilling.append(request)
-            self._leaders[request.version, request.prompt] = request
+        return True
+
+    def _follow(self, request: Request, leader: Request) -> bool:
+        request.stage = Stage.FOLLOWING
+        leader.followers.append(request)
+        self._num_following += 1
+        return True
+
+    def _lead(self, request: Request) -> bool:
+        request.stage = Stage.PREFILL
+        self.prefilling.append(request)
+        self._leaders[request.version, request.prompt] = request
         return True
 
     def _leader_for(self, request: Request) -> Request | None:
@@ -108,7 +133,8 @@ class Scheduler:
     def _chunks(self) -> list[tuple[Request, int]]:
         budget, chunks = self.prefill_chunk_tokens, []
         for request in self.prefilling:
-            count = min(budget, len(request.prompt) - request.num_cached)
+            end = request.stops[0] if request.stops else len(request.prompt)
+            count = min(budget, end - request.num_cached)
             chunks.append((request, count))
             budget -= count
             if not budget:
@@ -150,7 +176,8 @@ class Scheduler:
         else:
             self.decoding.remove(request)
         if request.stage is not Stage.WAITING:
-            self._free(request)
+            sound = reason in (FinishReason.STOP, FinishReason.LENGTH)
+            self._free(request, taken=self.prefixes is not None and self.prefixes.end(request, keep=sound))
         request.stage, request.finish_reason, request.error = Stage.DONE, reason, error
 
     def _compact(self) -> None:
@@ -178,7 +205,9 @@ class Scheduler:
         if self._leaders.get(key) is request:
             del self._leaders[key]
 
-    def _free(self, request: Request) -> None:
+    def _free(self, request: Request, *, taken: bool = False) -> None:
+        """`taken`: its slot has gone to the prefix cache."""
         self.pages.release(request.slot)
-        self.slots.release(request.slot)
+        if not taken:
+            self.slots.release(request.slot)
         request.slot = 0

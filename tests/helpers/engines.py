@@ -52,10 +52,11 @@ def make_engine(
     dtype: torch.dtype = torch.float32,
     base_dtype: str = "bf16",
     device: str = "cpu",
+    top_k: int | None = None,
     **options: Any,
 ) -> EmbeddedEngine:
-    """An engine on tiny-A; `options` are the constructor's."""
-    config, tensors = tiny_config(), weights(calm=calm)
+    """An engine on tiny-A; `options` are the constructor's. `top_k` experts: with all 8 no router decides anything."""
+    config, tensors = tiny_config(**({} if top_k is None else {"num_experts_per_token": top_k})), weights(calm=calm)
     base = build_base(
         config, text_params(config), lambda p: tensors[p.name], dtype=dtype, device=device, base_dtype=base_dtype
     )
@@ -126,9 +127,8 @@ def assert_greedy(
 def fill_free_memory(engine: EmbeddedEngine, value: float = float("nan")) -> None:
     """Overwrite every page and slot that nobody holds; slot and page 0 are nobody's but never free."""
     pages, slots = engine.pages, engine.slots
-    held = {page for pages_of in pages._owned.values() for page in pages_of}
-    free_pages = [p for p in range(1, pages.num_pages + 1) if p not in held]
-    free_slots = [s for s in range(1, slots.num_slots + 1) if s not in slots._live]
+    free_pages = [p for p in range(1, pages.num_pages + 1) if not pages._users[p]]
+    free_slots = [s for s in range(1, slots.num_slots + 1) if s not in slots._live | slots._lent]
     pages.kv[:, free_pages] = value
     slots.states[:, free_slots] = value
     slots.windows[:, free_slots] = value

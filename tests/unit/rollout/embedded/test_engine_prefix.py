@@ -1,0 +1,167 @@
+"""A warm prefix cache changes no answer: tokens and log-probabilities are those of an engine without one.
+
+All experts are chosen: a router that rates two alike to the last bit may otherwise choose another one, and everything
+after that differs. What is left is fp32 rounding of sums in other chunks, 6e-6 of a log-probability.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from helpers.engines import adapter_update, ask, fill_free_memory, make_engine, random_prompts, tokens_of
+
+from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.types import Completion, FinishReason, SamplingParams
+
+PAGE, CHUNK, ALL = 8, 20, 8
+EDGES = [n + d for n in (PAGE, 2 * PAGE, CHUNK, 2 * CHUNK, 5 * PAGE) for d in (-1, 0, 1)]
+
+
+def warm_engine(**options) -> EmbeddedEngine:
+    settings = {
+        "page_size": PAGE, "prefill_chunk_tokens": CHUNK, "prefix_cache": "radix", "cache_min_tokens": 1,
+        "cache_slots": 12, "max_running": 6, "num_pages": 200, "top_k": ALL,
+    }  # fmt: skip
+    return make_engine(**{**settings, **options})
+
+
+def cold_engine() -> EmbeddedEngine:
+    return make_engine(page_size=PAGE, prefill_chunk_tokens=CHUNK, max_running=6, share_prompts=False, top_k=ALL)
+
+
+def assert_same(answers: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    assert all(a.finish_reason is FinishReason.LENGTH for a in answers)
+    assert tokens_of(answers) == tokens_of(expected)
+    for answer, other in zip(answers, expected, strict=True):
+        assert answer.logprobs == pytest.approx(other.logprobs, rel=1e-5)
+        assert answer.adapter_version == other.adapter_version
+
+
+def random_traffic(seed: int, waves: int = 6) -> list[list[tuple[list[int], SamplingParams]]]:
+    """Waves of requests: new prompts, extensions of old ones, and old ones cut, around every boundary there is."""
+    draw, pool, made = random.Random(seed), [], []
+    for wave in range(waves):
+        calls = []
+        for i in range(6):
+            old = draw.choice(pool) if pool else []
+            kept = old[: draw.choice([0, len(old), *(e for e in EDGES if e <= len(old))])]
+            fresh = random_prompts(1, low=1, high=50, seed=seed * 1000 + wave * 10 + i)[0]
+            prompt = [*kept, *fresh[: draw.choice([1, len(fresh), *(e for e in EDGES if e <= len(fresh))])]]
+            calls.append((prompt[:180], SamplingParams(max_new_tokens=draw.choice([1, 2, 7, 9]), seed=wave * 10 + i)))
+        pool += [prompt for prompt, _ in calls]
+        made.append(calls)
+    return made
+
+
+def check_traffic(seed: int, **options) -> EmbeddedEngine:
+    """Answers of the last wave become prompts of the next: turns of a conversation. Adapters change in between."""
+    warm, cold, turns = warm_engine(**options), cold_engine(), []
+    step = warm.runner.step
+
+    def poisoned() -> list:
+        with torch.inference_mode():
+            fill_free_memory(warm)
+        return step()
+
+    warm.runner.step = poisoned  # type: ignore[method-assign]
+    for wave, calls in enumerate(random_traffic(seed)):
+        if wave in (2, 4):
+            for engine in (warm, cold):
+                engine.load_adapter(adapter_update(wave // 2 - 1, scale=0.1))
+        calls = [*calls, *turns]
+        prompts, params = [p for p, _ in calls], [s for _, s in calls]
+        answers, expected = ask(warm, prompts, params), ask(cold, prompts, params)
+        assert_same(answers, expected)
+        turns = [
+            ([*p, *a.token_ids, 7, wave], SamplingParams(max_new_tokens=5, seed=wave))
+            for p, a in zip(prompts, answers, strict=True)
+            if len(p) < 150
+        ][:3]
+    return warm
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_warm_equals_cold(seed: int) -> None:
+    stats = check_traffic(seed).stats()
+    assert stats["cached_prompt_tokens"] > 0
+    assert stats["checkpoints"] > 0
+
+
+@pytest.mark.parametrize("options", [{"cache_slots": 1}, {"num_pages": 60}, {"max_running": 2}], ids=str)
+def test_warm_equals_cold_under_pressure(options: dict) -> None:
+    check_traffic(9, **options)
+
+
+def test_memory_is_whole_when_the_cache_is_emptied() -> None:
+    engine = check_traffic(3)
+    stats = engine.stats()
+    assert stats["free_pages"] == engine.pages.num_pages - stats["cache_pages"]
+    assert stats["free_slots"] == engine.slots.num_slots - stats["cache_slots"]
+    engine.sleep()
+    assert engine.pages.num_free == engine.pages.num_pages
+    assert engine.slots.num_free == engine.slots.num_slots
+    engine.wake()
+    assert len(ask(engine, random_prompts(2))) == 2
+
+
+def test_a_second_turn_computes_its_own_words_only() -> None:
+    engine = warm_engine()
+    prompt = random_prompts(1, low=70, high=70)[0]
+    (answer,) = ask(engine, [prompt], SamplingParams(max_new_tokens=9, temperature=0.0))
+    before = engine.stats()["prompt_tokens"]
+    ask(engine, [[*prompt, *answer.token_ids, 5, 6]], SamplingParams(max_new_tokens=2))
+    assert engine.stats()["prompt_tokens"] - before == 3  # the answer's last token, never fed before, and two new ones
+
+
+def test_a_later_twin_computes_less_than_a_page() -> None:
+    engine = warm_engine()
+    prompt = random_prompts(1, low=70, high=70)[0]
+    for _ in range(2):
+        before = engine.stats()["prompt_tokens"]
+        ask(engine, [prompt], SamplingParams(max_new_tokens=3))
+    assert engine.stats()["prompt_tokens"] - before == 70 - 69 // PAGE * PAGE  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def test_a_fork_is_found_and_planted() -> None:
+    """The first request leaves no state at the fork; the second stops there; the third starts from there."""
+    engine = warm_engine()
+    shared, *tails = (random_prompts(1, low=n, high=n, seed=n)[0] for n in (48, 31, 30, 29))
+    computed = []
+    for tail in tails:
+        before = engine.stats()["prompt_tokens"]
+        ask(engine, [[*shared, *tail]], SamplingParams(max_new_tokens=1))
+        computed.append(engine.stats()["prompt_tokens"] - before)
+    assert computed == [48 + 31, 48 + 30, 29]
+
+
+def test_no_hit_crosses_versions() -> None:
+    engine = warm_engine()
+    prompt = random_prompts(1, low=60, high=60)[0]
+    ask(engine, [prompt], SamplingParams(max_new_tokens=3))
+    engine.load_adapter(adapter_update(0))
+    ask(engine, [prompt], SamplingParams(max_new_tokens=3))
+    assert engine.stats()["cached_prompt_tokens"] == 0
+    assert engine.stats()["cache_pages"] > 0
+
+
+def test_a_broken_answer_is_not_kept() -> None:
+    engine = warm_engine()
+    prompt = random_prompts(1, low=60, high=60)[0]
+
+    async def run() -> Completion:
+        task = asyncio.ensure_future(engine.generate(prompt, SamplingParams(max_new_tokens=30), request_id="bad"))
+        while engine.stats()["generated_tokens"] < 3:
+            await asyncio.sleep(0)
+        with torch.inference_mode():
+            engine.slots.states[:, engine._requests["bad"][0].slot] = torch.nan
+        return await task
+
+    assert asyncio.run(run()).finish_reason is FinishReason.ERROR
+    assert_same(
+        ask(engine, [prompt] * 2, SamplingParams(max_new_tokens=8)),
+        ask(cold_engine(), [prompt] * 2, SamplingParams(max_new_tokens=8)),
+    )
