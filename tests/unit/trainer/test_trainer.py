@@ -119,7 +119,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_update() -> None:
     batch = some_batch()
     batch.mini_batches[0].micro_batches[0].advantages.fill_(float("inf"))
     start = trainer.export_adapter()
-    with pytest.raises(MilesError, match="gradient norm is .* in update 1 of step 1;"):
+    with pytest.raises(MilesError, match=r"gradient norm is .* in update 1 of step 1;"):
         trainer.step(batch)
     assert all(torch.equal(t, start.tensors[name]) for name, t in trainer.export_adapter().tensors.items())
 
