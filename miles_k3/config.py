@@ -115,8 +115,8 @@ class RolloutSection(Section):
         default=0, ge=0, description="MLA latent pages; 0 sizes them for max_running full-length requests."
     )
     prefill_chunk_tokens: PositiveInt = Field(default=4096, description="Prompt tokens computed per engine step.")
-    prefix_cache: Literal["radix", "off"] = Field(
-        default="radix", description="Prompts take over what earlier requests of their version computed; off: nothing."
+    prefix_cache: Literal["radix", "paged", "off"] = Field(
+        default="radix", description="Policy of what prompts take over from earlier requests; off: nothing."
     )
     cache_slots: int = Field(
         default=0, ge=0, description="State slots for checkpoints beside max_running; 0 takes a quarter of max_running."

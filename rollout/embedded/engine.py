@@ -14,9 +14,8 @@ from miles_k3.errors import AdapterError, EngineError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.weights import ResidentBase
 from miles_k3.rollout.cache.pools import LatentPages, StateSlots
-from miles_k3.rollout.cache.radix import RadixCache
 from miles_k3.rollout.embedded.model import EngineModel
-from miles_k3.rollout.embedded.prefix import CacheMemory, Prefixes
+from miles_k3.rollout.embedded.prefix import Prefixes
 from miles_k3.rollout.embedded.request import Request, Stage, judge_params, judge_tokens
 from miles_k3.rollout.embedded.runner import Runner
 from miles_k3.rollout.embedded.scheduler import Scheduler
@@ -47,7 +46,7 @@ class EmbeddedEngine:
         max_sequence_tokens: int,
         dtype: torch.dtype | None = None,
         share_prompts: bool = True,
-        prefix_cache: Literal["off", "radix"] = "off",
+        prefix_cache: Literal["off", "radix", "paged"] = "off",
         cache_slots: int = 0,
         cache_min_tokens: int = 64,
     ) -> None:
@@ -78,10 +77,7 @@ class EmbeddedEngine:
         )
         self.slots = StateSlots.for_model(config, num_slots, base.dtype, base.device)
         self.store = AdapterStore(config, max_rank=max_lora_rank, dtype=base.dtype, device=base.device)
-        self.prefixes: Prefixes | None = None
-        if prefix_cache == "radix":
-            cache = RadixCache(CacheMemory(self.pages, self.slots), page_size=page_size)
-            self.prefixes = Prefixes(cache, self.pages, self.slots, min_tokens=cache_min_tokens)
+        self.prefixes = Prefixes.over(prefix_cache, self.pages, self.slots, min_tokens=cache_min_tokens)
         self.scheduler = Scheduler(
             self.slots,
             self.pages,

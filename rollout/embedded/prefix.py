@@ -11,8 +11,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from miles_k3.rollout.cache.contract import TOKEN_BYTES, Match, PrefixCache, encode
+from miles_k3.rollout.cache.page_alignment import hash_block_size
+from miles_k3.rollout.cache.paged import PagedCache
 from miles_k3.rollout.cache.pools import LatentPages, StateSlots
+from miles_k3.rollout.cache.radix import RadixCache
 from miles_k3.rollout.embedded.request import Request
+
+FINEST_TAIL = 4  # tokens; the paged policy keeps the states of partial blocks at multiples of this
 
 
 class CacheMemory:
@@ -39,6 +44,17 @@ class Prefixes:
         self.cache, self.pages, self.slots, self.min_tokens = cache, pages, slots, min_tokens
         self.counters: Counter[str] = Counter({"cached_prompt_tokens": 0, "checkpoints": 0})
         self._versions: set[int] = set()
+
+    @classmethod
+    def over(cls, policy: str, pages: LatentPages, slots: StateSlots, *, min_tokens: int) -> Prefixes | None:
+        """By the name of the policy; None for `off`."""
+        memory, cache = CacheMemory(pages, slots), None
+        if policy == "radix":
+            cache = RadixCache(memory, page_size=pages.page_size)
+        elif policy == "paged":
+            unit = hash_block_size(pages.page_size, FINEST_TAIL)
+            cache = PagedCache(memory, page_size=pages.page_size, hash_block_size=unit)
+        return None if cache is None else cls(cache, pages, slots, min_tokens=min_tokens)
 
     # --- admission ----------------------------------------------------------------------------------------------
     def find(self, request: Request) -> Match:

@@ -84,20 +84,23 @@ def check_traffic(seed: int, **options) -> EmbeddedEngine:
     return warm
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_warm_equals_cold(seed: int) -> None:
-    stats = check_traffic(seed).stats()
+@pytest.mark.parametrize("policy", ["radix", "paged"])
+@pytest.mark.parametrize("seed", range(3))
+def test_warm_equals_cold(seed: int, policy: str) -> None:
+    stats = check_traffic(seed, prefix_cache=policy).stats()
     assert stats["cached_prompt_tokens"] > 0
     assert stats["checkpoints"] > 0
 
 
+@pytest.mark.parametrize("policy", ["radix", "paged"])
 @pytest.mark.parametrize("options", [{"cache_slots": 1}, {"num_pages": 60}, {"max_running": 2}], ids=str)
-def test_warm_equals_cold_under_pressure(options: dict) -> None:
-    check_traffic(9, **options)
+def test_warm_equals_cold_under_pressure(options: dict, policy: str) -> None:
+    check_traffic(9, prefix_cache=policy, **options)
 
 
-def test_memory_is_whole_when_the_cache_is_emptied() -> None:
-    engine = check_traffic(3)
+@pytest.mark.parametrize("policy", ["radix", "paged"])
+def test_memory_is_whole_when_the_cache_is_emptied(policy: str) -> None:
+    engine = check_traffic(3, prefix_cache=policy)
     stats = engine.stats()
     assert stats["free_pages"] == engine.pages.num_pages - stats["cache_pages"]
     assert stats["free_slots"] == engine.slots.num_slots - stats["cache_slots"]
