@@ -135,6 +135,17 @@ def assemble(pieces: Mapping[str, Piece], layout: Mapping[str, AdapterTensor], r
     return whole
 
 
+def drifted(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> list[str]:
+    """Names of which this rank's part has other bits than the whole that their owners gave."""
+    return [name for name, piece in pieces.items() if not _same_bits(piece.tensor, piece.of(whole[name]))]
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN equals NaN here: that is another error than drift."""
+    integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.detach().contiguous().view(integers), b.contiguous().view(integers))
+
+
 def load_adapter(
     pieces: Mapping[str, Piece], layout: Mapping[str, AdapterTensor], adapter: AdapterConfig,
     tensors: Mapping[str, Tensor],

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from miles_k3.config import TrainerSection
 from miles_k3.k3.config import K3Config
@@ -84,22 +83,23 @@ def build_model(
 
 
 def finalize(model: Sequence[Any], _num_tokens: Any = None, *, force_all_reduce: bool = False, **groups: Any) -> None:
-    """What ranks owe each other's gradients: first the tensor-parallel sums that `lora_rules` demands, then megatron's
-    data-parallel reductions, without its division by tokens: the losses were divided already.
+    """What ranks owe each other's gradients: first the tensor-parallel sums and means that `lora_rules` demands, then
+    megatron's data-parallel reductions, without its division by tokens: the losses were divided already.
 
     Megatron's own pass over replicated parameters knows layer norms only, and does nothing here.
     """
-    _sum_over_tp([p for chunk in model for p in chunk.module.parameters() if p.requires_grad])
+    _reduce_over_tp([p for chunk in model for p in chunk.module.parameters() if p.requires_grad])
     finalize_model_grads(list(model), None, force_all_reduce=force_all_reduce, **groups)
 
 
-def _sum_over_tp(parameters: Sequence[Any]) -> None:
+def _reduce_over_tp(parameters: Sequence[Any]) -> None:
     """All in one message: they are small."""
     group: Any = parallel_state.get_tensor_model_parallel_group()
-    grads: list[Tensor] = [p.main_grad for p in parameters if p.factor_rule.reduction is Reduction.SUM_TP]
-    if group.size() == 1 or not grads:
+    wanted = [p for p in parameters if p.factor_rule.reduction in (Reduction.SUM_TP, Reduction.MEAN_TP)]
+    if group.size() == 1 or not wanted:
         return
-    flat = torch.cat([g.reshape(-1) for g in grads])
+    flat = torch.cat([p.main_grad.reshape(-1) for p in wanted])
     dist.all_reduce(flat, group=group)
-    for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
+    for parameter, part in zip(wanted, flat.split([p.main_grad.numel() for p in wanted]), strict=True):
+        share = group.size() if parameter.factor_rule.reduction is Reduction.MEAN_TP else 1
+        torch.div(part.view_as(parameter.main_grad), share, out=parameter.main_grad)

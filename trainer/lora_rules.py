@@ -4,7 +4,8 @@ Shapes and targets: spec 5.1. The reductions follow from where our collectives a
 - A block's input is gathered once and its output reduced once, with the delta added to each rank's partial output
   before that. So a factor that is not split has seen only this rank's heads or channels: its gradient is summed over
   the tensor-parallel ranks.
-- The MLA latents' gradients are summed on the way back (copy-to-TP), so their factors already hold the whole.
+- The MLA latents' gradients are summed on the way back (copy-to-TP), so their factors already hold the whole. Each rank
+  has computed it itself, on a GPU perhaps to another last bit; their mean keeps the copies equal.
 - Each rank sees its own tokens of the factors that all experts share. Expert-parallel ranks are tensor-, context- or
   data-parallel ranks, so the sum over those is also the sum over expert parallelism.
 """
@@ -34,7 +35,8 @@ class Site(StrEnum):
 class Reduction(StrEnum):
     """What a rank's gradient of a factor lacks before megatron's data-parallel reduction."""
 
-    NONE = "none"  # the factor is split, or every tensor-parallel rank already holds the whole gradient
+    NONE = "none"  # the factor is split: each rank's gradient is its own
+    MEAN_TP = "mean_tp"  # replicated, and each rank has computed the whole gradient
     SUM_TP = "sum_tp"  # replicated, and each rank saw a part of the heads, channels, tokens or experts
     EXPERT_DP = "expert_dp"  # one per expert: data-parallel reduction over the ranks that hold the same experts
 
@@ -51,8 +53,8 @@ class FactorRule:
 RULES: Mapping[tuple[Site, str], FactorRule] = {
     (Site.O_PROJ, "a"): FactorRule(tp_dim=1, reduction=Reduction.NONE),
     (Site.O_PROJ, "b"): FactorRule(reduction=Reduction.SUM_TP),
-    (Site.LATENT, "a"): FactorRule(reduction=Reduction.NONE),
-    (Site.LATENT, "b"): FactorRule(reduction=Reduction.NONE),
+    (Site.LATENT, "a"): FactorRule(reduction=Reduction.MEAN_TP),
+    (Site.LATENT, "b"): FactorRule(reduction=Reduction.MEAN_TP),
     (Site.FC1, "a"): FactorRule(reduction=Reduction.SUM_TP),
     (Site.FC1, "b"): FactorRule(tp_dim=0, reduction=Reduction.NONE),
     (Site.FC2, "a"): FactorRule(tp_dim=1, reduction=Reduction.NONE),

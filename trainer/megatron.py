@@ -21,7 +21,7 @@ from miles_k3.errors import MilesError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.weights import ResidentBase
 from miles_k3.trainer import distributed, lora
-from miles_k3.trainer.adapter_shards import assemble, exported_pieces, load_adapter
+from miles_k3.trainer.adapter_shards import assemble, drifted, exported_pieces, load_adapter
 from miles_k3.trainer.build import build_model
 from miles_k3.trainer.checkpoint import Checkpoints, Writing
 from miles_k3.trainer.loss import LossOutput, finalize_metrics, merge_sums, policy_loss
@@ -137,9 +137,21 @@ class MegatronTrainer:
         return result
 
     def export_adapter(self) -> AdapterUpdate:
-        """The whole adapter, assembled from all ranks' shards, on every rank."""
+        """The whole adapter, assembled from all ranks' shards, on every rank.
+
+        Raises MilesError, on all ranks, when copies that should be equal have drifted apart.
+        """
         pieces = exported_pieces(self.stages, self.ranks)
-        return make_update(self._version, self.adapter, assemble(pieces, self._factory.layout, self.ranks))
+        whole = assemble(pieces, self._factory.layout, self.ranks)
+        apart = self.world.gather(drifted(pieces, whole)) if self.world.size > 1 else []
+        if names := [name for rank in apart for name in rank]:
+            ranks = [rank for rank, found in enumerate(apart) if found]
+            raise MilesError(
+                f"copies of the adapter have drifted apart on ranks {ranks}, first of all {names[0]} ({len(names)} "
+                "tensors): a gradient was reduced on some ranks only, or a device computes wrongly; go on from the "
+                "last checkpoint with --resume"
+            )
+        return make_update(self._version, self.adapter, whole)
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill every rank's factors from a whole adapter; see `adapter_shards.load_adapter`."""

@@ -217,10 +217,10 @@ def test_every_factor_carries_its_rule() -> None:
     }
     layer = "layers.7."
     assert found == {
-        layer + "attention.q_a_lora.a": ("none", -1, True),
-        layer + "attention.q_a_lora.b": ("none", -1, True),
-        layer + "attention.kv_a_lora.a": ("none", -1, True),
-        layer + "attention.kv_a_lora.b": ("none", -1, True),
+        layer + "attention.q_a_lora.a": ("mean_tp", -1, True),
+        layer + "attention.q_a_lora.b": ("mean_tp", -1, True),
+        layer + "attention.kv_a_lora.a": ("mean_tp", -1, True),
+        layer + "attention.kv_a_lora.b": ("mean_tp", -1, True),
         layer + "attention.o_lora.a": ("none", 1, True),
         layer + "attention.o_lora.b": ("sum_tp", -1, True),
         layer + "moe.experts_lora.a1": ("sum_tp", -1, True),
