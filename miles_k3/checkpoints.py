@@ -73,7 +73,7 @@ def fingerprints(folder: Path, world: World) -> dict[str, Fingerprint]:
         ranks = [rank for rank, names in enumerate(seen) if name in names]
         if ranks[number % len(ranks)] == world.rank:
             mine.append(name)
-    parts = world.everywhere(lambda: {name: _fingerprint(folder / name) for name in mine})
+    parts = world.everywhere(lambda: {name: fingerprint(folder / name) for name in mine})
     merged = {name: print_ for part in parts for name, print_ in part.items()}
     return {name: merged[name] for name in sorted(merged)}
 
@@ -140,7 +140,8 @@ def _compare(files: dict, checkpoint: Path) -> str | None:
     return None
 
 
-def _fingerprint(path: Path) -> Fingerprint:
+def fingerprint(path: Path) -> Fingerprint:
+    """Size and hash of one file."""
     return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 

@@ -95,6 +95,11 @@ class Engine(Protocol):
 class Writing(Protocol):
     """A checkpoint of the trainer on its way to disk; this rank's part of it."""
 
+    @property
+    def files(self) -> Sequence[Path]:
+        """What this rank writes."""
+        ...
+
     def done(self) -> bool:
         """Whether `wait` would return at once. Never blocks; not collective."""
         ...

@@ -1,19 +1,23 @@
-"""A run's checkpoints in time: begun after a step, published once every rank's files are on disk."""
+"""A run's checkpoints in time: begun after a step, published as soon as every rank's files are on disk."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from miles_k3.checkpoints import Draft
+from miles_k3.checkpoints import Draft, Fingerprint, fingerprint, publish_draft
 from miles_k3.errors import CheckpointError
 from miles_k3.protocols import Task, Trainer, Writing
 from miles_k3.run_folder import RunFolder
+from miles_k3.world import Board
 
 STATE_FILE = "loop.json"
 TRAINER = "trainer"
+_LOOK_S = 0.05  # between two looks at the board
 
 
 class Saver:
@@ -21,7 +25,7 @@ class Saver:
 
     def __init__(self, run: RunFolder, trainer: Trainer, task: Task, *, keep: int) -> None:
         self._run, self._trainer, self._task, self._keep = run, trainer, task, keep
-        self._pending: tuple[Draft, Writing] | None = None
+        self._pending: Publication | None = None
 
     def save(self, step: int) -> None:
         """Begin the checkpoint of `step`; where the trainer writes it at once, publish it too."""
@@ -36,26 +40,30 @@ class Saver:
             self._run.drop_checkpoint(draft)
             raise
         if writing is None:
-            self._publish(draft)
+            self._run.commit_checkpoint(draft)
+            self._run.prune(self._keep)
         else:
-            self._pending = draft, writing
+            common = [draft.folder / STATE_FILE] if self._run.world.first else []
+            self._pending = Publication(draft, writing, common, self._run.world.board(f"checkpoint-{step}"))
 
     def poll(self) -> None:
-        """Publish the checkpoint under way if every rank has written its part."""
-        if self._pending and not self._run.world.any(not self._pending[1].done()):
+        """Settle the checkpoint under way if it is published."""
+        if self._pending and not self._run.world.any(not self._pending.done()):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint under way and publish it."""
+        """Wait for the checkpoint under way, and make room for it."""
         if self._pending is None:
             return
-        (draft, writing), self._pending = self._pending, None
+        pending, self._pending = self._pending, None
         try:
-            self._run.world.everywhere(writing.wait)
+            self._run.world.everywhere(pending.wait_for_own)
         except BaseException:
-            self._run.drop_checkpoint(draft)  # a half-written file would keep what a full disk lacks
+            pending.give_up()
+            self._run.drop_checkpoint(pending.draft)  # a half-written file would keep what a full disk lacks
             raise
-        self._publish(draft)
+        self._run.world.everywhere(pending.wait)
+        self._run.prune(self._keep)
 
     def restore(self, step: int, folder: Path) -> None:
         """Put trainer and data cursor where the checkpoint of `step` in `folder` has them."""
@@ -72,9 +80,66 @@ class Saver:
         (folder / TRAINER).mkdir()
         (folder / STATE_FILE).write_text(json.dumps({"step": step, "task": self._task.state_dict()}))
 
-    def _publish(self, draft: Draft) -> None:
-        self._run.commit_checkpoint(draft)
-        self._run.prune(self._keep)
+
+class Publication:
+    """One checkpoint on its way: a thread on each rank waits for its own files and says what they are; rank 0's waits
+    for all of them and publishes.
+
+    It needs no collective call, so nothing that the ranks do in the meantime, a long rollout above all, delays it: a
+    run that is killed then goes on from it.
+    """
+
+    def __init__(self, draft: Draft, writing: Writing, common: list[Path], board: Board) -> None:
+        self.draft, self._writing, self._common, self._board = draft, writing, common, board
+        self._own, self._given_up, self._error = threading.Event(), threading.Event(), None
+        self._thread = threading.Thread(target=self._run, name="checkpoint-publication", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether nothing is left to do here."""
+        return not self._thread.is_alive()
+
+    def wait_for_own(self) -> None:
+        """Until this rank's files are on disk and told of. Raises what writing them raised."""
+        self._own.wait()
+        self._raise()
+
+    def wait(self) -> None:
+        """Until it is published, once every rank's `wait_for_own` has come through."""
+        self._thread.join()
+        self._raise()
+
+    def give_up(self) -> None:
+        """Stop waiting for other ranks."""
+        self._given_up.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._writing.wait()
+            own = {str(f.relative_to(self.draft.folder)): fingerprint(f) for f in (*self._writing.files, *self._common)}
+            self._board.tell(own)
+            self._own.set()
+            if self._board.first:
+                files = self._everyones()
+                if files is not None:
+                    publish_draft(self.draft, files)
+        except BaseException as error:  # noqa: BLE001  (raised by the waits)
+            self._error = error
+        finally:
+            self._own.set()
+
+    def _everyones(self) -> dict[str, Fingerprint] | None:
+        while (found := self._board.told()) is None:
+            if self._given_up.is_set():
+                return None
+            time.sleep(_LOOK_S)
+        merged = {name: print_ for files in found for name, print_ in files.items()}
+        return {name: merged[name] for name in sorted(merged)}
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def _read_state(file: Path) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -105,11 +106,46 @@ class World:
             return work()
         return unpack([self.broadcast(_attempt(work) if self.first else None)])[0]
 
+    def board(self, name: str) -> Board:
+        """Where ranks tell each other something without waiting; the same `name` on all of them, once a run."""
+        return Board(name, self.rank, self.size)
+
     def share(self, count: int) -> range:
         """This rank's part of `count` things: contiguous, sizes differ by one at most."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
 
+class Board:
+    """One value a rank, told at any time and from any thread; it is no collective. Kept in the launcher's store."""
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        # A name may come again, as a checkpoint of a step that was written before does.
+        _boards[name] = number = _boards.get(name, 0) + 1
+        self._keys = [f"miles-k3/board/{name}/{number}/{r}" for r in range(size)]
+        self._own, self._rank = None, rank
+
+    @property
+    def first(self) -> bool:
+        return self._rank == 0
+
+    def tell(self, value: Any) -> None:
+        """This rank's value, of what JSON holds."""
+        self._own = value
+        if len(self._keys) > 1:
+            assert _store is not None, "join_world first"
+            _store.set(self._keys[self._rank], json.dumps(value))
+
+    def told(self) -> list[Any] | None:
+        """Every rank's value, in the order of ranks; None while one is missing."""
+        if len(self._keys) == 1:
+            return None if self._own is None else [self._own]
+        assert _store is not None, "join_world first"
+        if not _store.check(self._keys):
+            return None
+        return [json.loads(_store.get(key)) for key in self._keys]
+
+
+_boards: dict[str, int] = {}
 ALONE = World()  # one process
 
 

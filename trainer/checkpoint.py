@@ -22,7 +22,7 @@ from miles_k3.adapters.layout import AdapterTensor, gate_up_pairs
 from miles_k3.config import ParallelSection
 from miles_k3.trainer.adapter_shards import Placement, placements
 from miles_k3.trainer.boxes import Box, boxes_of_run
-from miles_k3.trainer.checkpoint_files import RNG, Facts, Reader, box_key, rank_file, read_index, write_rank_file
+from miles_k3.trainer.checkpoint_files import FACTS, RNG, Facts, Reader, box_key, rank_file, read_index, write_rank_file
 from miles_k3.trainer.distributed import Ranks
 from miles_k3.trainer.optim import MOMENTS, Optimizer, Shard
 from miles_k3.trainer.random_states import RandomStates
@@ -36,7 +36,8 @@ class Writing:
     The process doesn't end before it has.
     """
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], None], files: Sequence[Path]) -> None:
+        self.files = files
         self._work, self._error = work, None
         self._thread = threading.Thread(target=self._run, name="checkpoint")
         self._thread.start()
@@ -130,7 +131,8 @@ class Checkpoints:
                 facts.write(folder)
 
         if background:
-            self._pending = Writing(write)
+            own = [folder / rank_file(rank, facts.world), *([folder / FACTS] if rank == 0 else [])]
+            self._pending = Writing(write, own)
             return self._pending
         self._world.everywhere(write)
         self._host = None

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from miles_k3.trainer.distributed import Axis, Ranks
 from miles_k3.trainer.mcore import all_to_all
+from miles_k3.trainer.model.permute import permute
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +163,7 @@ class Relayout:
         """[rows before, D] -> [rows after, D]."""
         sent = _Send.apply(x_LD, self)
         received = all_to_all(self.cp.group, sent, self.receive_counts, self.send_counts)
-        return _Place.apply(received, self)  # pyright: ignore[reportReturnType]
+        return permute(received, self.place_S, self.unplace_S)
 
     @property
     def num_sent(self) -> int:
@@ -182,17 +183,6 @@ class _Send(torch.autograd.Function):
         grad_LD = grad_RD.new_zeros(maps.num_rows, *grad_RD.shape[1:])
         grad_LD.index_copy_(0, maps.send_R[maps.once], grad_RD[maps.once])
         return grad_LD.index_add_(0, maps.send_R[maps.twice], grad_RD[maps.twice]), None
-
-
-class _Place(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_SD: Tensor, maps: Relayout):
-        ctx.maps = maps
-        return x_SD.index_select(0, maps.place_S)
-
-    @staticmethod
-    def backward(ctx, grad_SD: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad_SD.index_select(0, ctx.maps.unplace_S), None
 
 
 def kda_relayouts(layout: TokenLayout, width: int) -> tuple[Relayout, Relayout]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from miles_k3.trainer.distributed import Axis
 from miles_k3.trainer.mcore import all_to_all
 from miles_k3.trainer.model.collectives import all_gather_states
-from miles_k3.trainer.model.experts import Rows, permute
+from miles_k3.trainer.model.experts import Rows
+from miles_k3.trainer.model.permute import permute
 
 
 @dataclass(frozen=True, slots=True, eq=False)

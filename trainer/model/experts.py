@@ -20,6 +20,7 @@ from torch.linalg import vecdot
 from miles_k3.k3.ops.latent_moe import Dispatch
 from miles_k3.k3.weights import ExpertBank
 from miles_k3.trainer.model.elementwise import SituParts
+from miles_k3.trainer.model.permute import permute
 
 TILE_NUMBERS = 1 << 29  # weights unpacked at once: 1 GiB in bfloat16
 
@@ -56,22 +57,6 @@ class _Spread(torch.autograd.Function):
 def spread(x_TD: Tensor, rows: Rows) -> Tensor:
     """Copy each token to its rows: [T, D] -> [M, D]."""
     return _Spread.apply(x_TD, rows)  # pyright: ignore[reportReturnType]
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_M: Tensor, order_M: Tensor, inverse_M: Tensor):
-        ctx.inverse_M = inverse_M
-        return x_M.index_select(0, order_M)
-
-    @staticmethod
-    def backward(ctx, grad_M: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad_M.index_select(0, ctx.inverse_M), None, None
-
-
-def permute(x_M: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
-    """Rows in another order: [M, ...] -> [M, ...]."""
-    return _Permute.apply(x_M, order_M, inverse_M)  # pyright: ignore[reportReturnType]
 
 
 def spread_weights(weights_TK: Tensor, rows: Rows) -> Tensor:
