@@ -57,10 +57,10 @@ class Prefixes:
         return None if cache is None else cls(cache, pages, slots, min_tokens=min_tokens)
 
     # --- admission ----------------------------------------------------------------------------------------------
-    def find(self, request: Request) -> Match:
-        """What is cached of the prompt."""
+    def find(self, request: Request) -> Match | None:
+        """What is cached of the prompt; None for a request that must compute it."""
         if request.params.return_routed_experts:
-            return Match(version=request.version)
+            return None
         return self.cache.match(request.version, encode(request.prompt))
 
     def make_room(self, pages: int, slots: int) -> bool:

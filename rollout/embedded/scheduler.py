@@ -90,9 +90,9 @@ class Scheduler:
             # Only full pages are shared: nobody writes into them any more once the prompt is computed.
             shared = self.pages.pages_of(leader.slot)[: len(request.prompt) // self.pages.page_size]
             return self._take(request, shared) and self._follow(request, leader)
-        if self.prefixes is None:
+        match = self.prefixes.find(request) if self.prefixes is not None else None
+        if self.prefixes is None or match is None:
             return self._take(request, []) and self._lead(request)
-        match = self.prefixes.find(request)
         self.prefixes.lock(request, match)
         if not self._take(request, match.pages):
             self.prefixes.unlock(request)

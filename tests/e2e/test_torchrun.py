@@ -38,8 +38,16 @@ def failing(cls, verb, error):
         return original(self, *arguments, **options)
     setattr(cls, verb, fail)
 
+class Killed(Exception):
+    def __init__(self):
+        import signal, time
+        time.sleep(5)  # a long rollout: the checkpoint of the step before is on disk by now
+        os.kill(os.getpid(), signal.SIGKILL)
+
 if os.environ["RANK_1_FAILS"] == "in its engine":
     failing(EmbeddedEngine, "generate", EngineError("the engine is tired"))
+elif os.environ["RANK_1_FAILS"] == "by a kill":
+    failing(EmbeddedEngine, "generate", Killed)
 else:
     failing(MegatronTrainer, "step", ValueError("a bug"))
 sys.argv[0] = "miles-k3"
@@ -125,16 +133,28 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
     raise AssertionError(f"step {step} never came")
 
 
+def start_failing(tmp_path: Path, how: str, *overrides: str) -> subprocess.Popen[str]:
+    (tmp_path / "failing.py").write_text(FAILING)
+    command = torchrun_command(2, tmp_path / "runs", *RUN, "eval.prompts=0", *overrides)
+    module = command.index("-m", command.index("--standalone"))
+    return start([*command[:module], str(tmp_path / "failing.py"), *command[module + 2 :]],
+                 RANK_1_FAILS=how, PYTHONPATH=str(Path.cwd()), **ENV)  # fmt: skip
+
+
+def test_a_kill_in_a_rollout_leaves_the_checkpoint_of_the_step_before(tmp_path: Path) -> None:
+    process = start_failing(tmp_path, "by a kill", "run.save_every=1")
+    output = finish(process)
+    assert process.returncode != 0
+    checkpoints = tmp_path / "runs" / "tiny-cpu" / "checkpoints"
+    assert [p.name for p in checkpoints.iterdir()] == ["step-000001"], output
+
+
 @pytest.mark.parametrize(
     ("fails", "told", "code"),
     [("in its engine", "error: the engine is tired (rank 1)", 2), ("in its trainer", "ValueError: a bug", 1)],
 )
 def test_a_rank_that_fails_ends_the_run_and_says_why_once(tmp_path: Path, fails: str, told: str, code: int) -> None:
-    (tmp_path / "failing.py").write_text(FAILING)
-    command = torchrun_command(2, tmp_path / "runs", *RUN, "eval.prompts=0")
-    module = command.index("-m", command.index("--standalone"))
-    process = start([*command[:module], str(tmp_path / "failing.py"), *command[module + 2 :]],
-                    RANK_1_FAILS=fails, PYTHONPATH=str(Path.cwd()), **ENV)  # fmt: skip
+    process = start_failing(tmp_path, fails)
     output = finish(process)
     assert process.returncode != 0
     assert output.count(told) == 1, output

@@ -141,6 +141,26 @@ def test_a_fork_is_found_and_planted() -> None:
     assert computed == [48 + 31, 48 + 30, 29]
 
 
+@pytest.mark.parametrize("policy", ["radix", "paged"])
+def test_routed_experts_come_whole_from_a_warm_cache(policy: str) -> None:
+    """Nobody kept the routes of a cached prefix, so the prompt is computed; the answer is left to others as any is."""
+    warm, cold = warm_engine(prefix_cache=policy), cold_engine()
+    prompt = random_prompts(1, low=60, high=60)[0]
+    params = SamplingParams(max_new_tokens=6, return_routed_experts=True)
+    for _ in range(2):
+        answers = ask(warm, [prompt] * 3, params)
+    expected = ask(cold, [prompt] * 3, params)
+    assert_same(answers, expected)  # pyright: ignore[reportPossiblyUnboundVariable]
+    for answer, other in zip(answers, expected, strict=True):  # pyright: ignore[reportPossiblyUnboundVariable]
+        assert answer.routed_experts is not None
+        assert other.routed_experts is not None
+        assert torch.equal(answer.routed_experts.sort(-1).values, other.routed_experts.sort(-1).values)
+    assert warm.stats()["cached_prompt_tokens"] == 0
+    ask(warm, [[*prompt, *answers[0].token_ids, 5]], SamplingParams(max_new_tokens=2))  # pyright: ignore[reportPossiblyUnboundVariable]
+    # The paged policy takes states at multiples of its unit only, and the answer ended elsewhere.
+    assert warm.stats()["cached_prompt_tokens"] == {"radix": 65, "paged": 0}[policy]
+
+
 def test_no_hit_crosses_versions() -> None:
     engine = warm_engine()
     prompt = random_prompts(1, low=60, high=60)[0]
