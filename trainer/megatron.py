@@ -97,10 +97,11 @@ class MegatronTrainer:
         Raises MilesError, with the adapter as it was before the update, when a gradient is not finite.
         """
         lr = learning_rate(self.section, self._version, self.total_steps)
-        old = self._old_logprobs(batch)
+        works = [self._works(mini.micro_batches, batch.temperature) for mini in batch.mini_batches]
+        old = self._old_logprobs(works)
         norms, losses, sums = [], [], []
-        for mini, old_logprobs in zip(batch.mini_batches, old, strict=True):
-            outputs = self._mini_batch(mini, batch.temperature, old_logprobs)
+        for mini, own_works, old_logprobs in zip(batch.mini_batches, works, old, strict=True):
+            outputs = self._mini_batch(mini, own_works, old_logprobs)
             losses.append(math.fsum(float(out.loss) for out in outputs))
             sums += [out.sums for out in outputs]
             norms.append(self._optimizer.grad_norm())
@@ -111,7 +112,7 @@ class MegatronTrainer:
 
     def gradients(self, mini: MiniBatch, temperature: float = 1.0) -> tuple[float, dict[str, Tensor]]:
         """The loss of one mini-batch and its whole gradient by exported name, fp32, as a step would take it."""
-        outputs = self._mini_batch(mini, temperature, force_all_reduce=True)
+        outputs = self._mini_batch(mini, self._works(mini.micro_batches, temperature), force_all_reduce=True)
         like = {p: vars(p)["main_grad"] for stage in self.stages for p in stage.parameters() if p.requires_grad}
         pieces = exported_pieces(self.stages, self.ranks, like)
         whole = assemble(pieces, self._factory.layout, self.ranks)
@@ -183,25 +184,21 @@ class MegatronTrainer:
         """Bring back what `save` wrote at any layout; see `Checkpoints.load`."""
         self._version = self._checkpoints.load(folder)
 
-    def _old_logprobs(self, batch: TrainBatch) -> list[list[Tensor] | None]:
+    def _old_logprobs(self, works: Sequence[Sequence[Work]]) -> list[list[Tensor] | None]:
         """The policy's log-probabilities before the harvest's first update; None where they are the current ones."""
-        if len(batch.mini_batches) < 2:
-            return [None] * len(batch.mini_batches)
-        return [
-            [priced.logprobs_T for priced in self._price(self._works(mini.micro_batches, batch.temperature))]
-            for mini in batch.mini_batches
-        ]
+        if len(works) < 2:
+            return [None] * len(works)
+        return [[priced.logprobs_T for priced in self._price(own)] for own in works]
 
     def _mini_batch(
-        self, mini: MiniBatch, temperature: float, old: list[Tensor] | None = None, *, force_all_reduce: bool = False
+        self, mini: MiniBatch, works: Sequence[Work], old: list[Tensor] | None = None, *, force_all_reduce: bool = False
     ) -> list[LossOutput]:
         """Fill the parameters' `main_grad` with the gradient of one mini-batch; the losses of all ranks' micro-batches.
 
-        `old`: log-probabilities [T] of each of this rank's micro-batches before the harvest's first update; None: the
-        current ones.
+        `works`: what `_works` made of it, once for all passes. `old`: log-probabilities [T] of each of this rank's
+        micro-batches before the harvest's first update; None: the current ones.
         """
         micros = self._share(mini.micro_batches)
-        works = self._works(mini.micro_batches, temperature)
         reference: list[Priced] = []
         if self.algorithm.kl_coef > 0:
             with self.adapter_off():

@@ -86,8 +86,12 @@ class KdaContext:
         """Computed on the host, so that no device is waited for."""
         width, rank = k3.short_conv_kernel_size, ranks.cp.rank
         packed = Packed.from_lengths(tuple(layout.slice_lengths(rank)))
-        maps = KdaMaps.of(packed, k3.kda_num_heads // ranks.tp.size, width, layout.halo(rank, width)).to(device)
-        fla = FlaStream.of(layout.lengths, width, ranks.cp, device) if kernel == "fla" else None
+        halo, fla = layout.halo(rank, width), None
+        if kernel == "fla":
+            fla = FlaStream.of(layout.lengths, width, ranks.cp, device)
+            maps = KdaMaps.of_convolution(packed, width, halo).to(device)
+        else:
+            maps = KdaMaps.of(packed, k3.kda_num_heads // ranks.tp.size, width, halo).to(device)
         if ranks.cp.size == 1:
             return cls(maps=maps, fla=fla)
         into, back = kda_relayouts(layout, width)

@@ -43,7 +43,7 @@ class KdaMaps:
 
     @classmethod
     def of(cls, packed: Packed, heads: int, width: int, halo: int = 0) -> KdaMaps:
-        first_R, before_R, last_R, after_R = _edges(packed, width, halo)
+        edges = _edges(packed, width, halo)
         cols_T, chunks = packed.cols_T, Chunks.of(packed)
         head_N = torch.arange(heads, device=cols_T.device) * CHUNK
         chunk_T, offset_T = chunks.slot_T // CHUNK, chunks.slot_T % CHUNK
@@ -55,7 +55,13 @@ class KdaMaps:
             [starts[i] + int(chunks.unorder_B[b]) for i in range(-(-int(packed.lengths_B[b]) // CHUNK))]
             for b in (0, packed.num_seqs - 1)
         )
-        return cls(first_R, before_R, last_R, after_R, source_PC, place_TN, chunks.active, first, last, halo)
+        return cls(*edges, source_PC, place_TN, chunks.active, first, last, halo)
+
+    @classmethod
+    def of_convolution(cls, packed: Packed, width: int, halo: int = 0) -> KdaMaps:
+        """For a delta rule that makes its own maps: those of the chunks, which are the large ones, are left out."""
+        nothing = packed.cols_T.new_empty(0)
+        return cls(*_edges(packed, width, halo), nothing, nothing, [], [], [], halo)
 
     def to(self, device: torch.device | str) -> KdaMaps:
         """The same maps for tensors on `device`."""

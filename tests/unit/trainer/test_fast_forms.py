@@ -98,6 +98,16 @@ def test_delta_rule(lengths: list[int]) -> None:
     assert d_g.isfinite().all()
 
 
+@pytest.mark.parametrize("halo", [0, 2])
+def test_the_convolution_needs_no_map_of_chunks(halo: int) -> None:
+    packed, x, weight = Packed.from_lengths([9, 1, 17]), normal(27 + halo, 12), torch.randn(12, 1, 4)
+    small, whole = kda_core.KdaMaps.of_convolution(packed, 4, halo), kda_core.KdaMaps.of(packed, 3, 4, halo)
+    assert small.source_PC.numel() == small.place_TN.numel() == 0
+    found, wanted = (kda_core.short_conv_silu(x, weight, maps) for maps in (small, whole))
+    assert torch.equal(found, wanted)
+    assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, wanted)))
+
+
 def test_delta_rule_with_the_strongest_decay_is_finite() -> None:
     q, k, v = normal(40, 2, 16), normal(40, 2, 16), normal(40, 2, 16)
     g, beta = torch.full((40, 2, 16), -5.0, requires_grad=True), torch.ones(40, 2, requires_grad=True)
