@@ -114,6 +114,10 @@ class RolloutSection(Section):
     num_pages: int = Field(
         default=0, ge=0, description="MLA latent pages; 0 sizes them for max_running full-length requests."
     )
+    reserve_tokens: int | None = Field(
+        default=None, ge=0,
+        description="Answer tokens that a request gets pages for at first, growing later; null: all of them.",
+    )  # fmt: skip
     prefill_chunk_tokens: PositiveInt = Field(default=4096, description="Prompt tokens computed per engine step.")
     prefix_cache: Literal["radix", "paged", "off"] = Field(
         default="radix", description="Policy of what prompts take over from earlier requests; off: nothing."

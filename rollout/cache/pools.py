@@ -96,6 +96,13 @@ class LatentPages:
         self._owned[owner] = pages
         self.table_SP[owner, : len(pages)] = torch.tensor(pages, dtype=torch.int64)
 
+    def grow(self, owner: int, count: int) -> None:
+        """Give `owner` so many free pages more."""
+        fresh, owned = self.take_pages(count), self._owned[owner]
+        self.table_SP[owner, len(owned) : len(owned) + count] = torch.tensor(fresh, dtype=torch.int64)
+        owned += fresh
+        self._dirty += fresh
+
     def release(self, owner: int) -> None:
         """Give the owner's pages back; shared ones stay with their other owners."""
         if owner not in self._owned:

@@ -49,10 +49,12 @@ class EmbeddedEngine:
         prefix_cache: Literal["off", "radix", "paged"] = "off",
         cache_slots: int = 0,
         cache_min_tokens: int = 64,
+        reserve_tokens: int | None = None,
     ) -> None:
         """`num_pages` 0 holds `max_running` requests of `max_sequence_tokens`. `adapter_config`: refuse any other.
         `cache_slots`: state checkpoints that the prefix cache may hold beside those that find room among the requests';
-        0 takes a quarter of `max_running`. `cache_min_tokens`: shorter prefixes are not kept.
+        0 takes a quarter of `max_running`. `cache_min_tokens`: shorter prefixes are not kept. `reserve_tokens`: answer
+        tokens that a request gets memory for at first; None for all it may have.
 
         Raises EngineError when `config` or `dtype` are not the base's own.
         """
@@ -85,6 +87,7 @@ class EmbeddedEngine:
             prefill_chunk_tokens=prefill_chunk_tokens,
             share_prompts=share_prompts,
             prefixes=self.prefixes,
+            reserve_tokens=reserve_tokens,
         )
         self.runner = Runner(EngineModel(base), self.store, self.slots, self.pages, self.scheduler)
         self._requests: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
@@ -296,6 +299,7 @@ class EmbeddedEngine:
         return {
             "running": self.scheduler.num_running,
             "waiting": len(self.scheduler.waiting),
+            "retracted": self.scheduler.num_retracted,
             "free_pages": self.pages.num_free,
             "free_slots": self.slots.num_free,
             "cache_bytes": self.pages.num_bytes + self.slots.num_bytes,

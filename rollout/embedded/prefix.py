@@ -61,7 +61,7 @@ class Prefixes:
         """What is cached of the prompt; None for a request that must compute it."""
         if request.params.return_routed_experts:
             return None
-        return self.cache.match(request.version, encode(request.prompt))
+        return self.cache.match(request.version, encode(request.feed))
 
     def make_room(self, pages: int, slots: int) -> bool:
         """Evict until so many are free; False when what is left is in use."""
@@ -85,7 +85,7 @@ class Prefixes:
 
     def plan_stops(self, request: Request, match: Match) -> None:
         """Where the request's prefill pauses for a snapshot."""
-        page, last = self.pages.page_size, len(request.prompt) - 1
+        page, last = self.pages.page_size, len(request.feed) - 1
         wanted = {last // page * page} | ({match.fork} if match.fork is not None else set())
         request.stops = sorted(s for s in wanted if max(match.num_tokens, self.min_tokens - 1) < s <= last)
 
@@ -97,7 +97,7 @@ class Prefixes:
         request.stops.pop(0)
         if request.lease is None or not self.make_room(0, 1):
             return
-        key = encode(request.prompt[: request.num_cached])
+        key = encode(request.feed[: request.num_cached])
         self._extend(request, key)
         slot = self.slots.lend_free()
         self.slots.copy([request.slot], [slot])

@@ -36,6 +36,8 @@ class Request:
     version: int
     stop_text: StopText | None = None
     stage: Stage = Stage.WAITING
+    order: int = 0  # of submission
+    feed: tuple[int, ...] = ()  # what its prefill computes: the prompt, and what was sampled before it was retracted
     slot: int = 0
     num_cached: int = 0  # tokens whose KV and state are in the pools
     token_ids: list[int] = field(default_factory=list)

@@ -62,9 +62,7 @@ class Runner:
         requests = [request for request, _ in step.chunks]
         counts = [count for _, count in step.chunks]
         chunks = [
-            Chunk(
-                tokens=r.prompt[r.num_cached : r.num_cached + n], context=r.num_cached, slot=r.slot, version=r.version
-            )
+            Chunk(tokens=r.feed[r.num_cached : r.num_cached + n], context=r.num_cached, slot=r.slot, version=r.version)
             for r, n in step.chunks
         ]
         batch = chunk_batch(chunks, (self.slots, self.pages), self.device)
@@ -80,7 +78,7 @@ class Runner:
             request.num_cached += count
             if self.scheduler.prefixes is not None:
                 self.scheduler.prefixes.reached(request)
-            if request.num_cached == len(request.prompt):
+            if request.num_cached == len(request.feed):
                 group = self.scheduler.prompt_done(request)
                 self._fork(group)
                 members += group
@@ -96,10 +94,10 @@ class Runner:
         if not followers:
             return
         pages = self.pages
-        self.counters["shared_prompt_tokens"] += len(followers) * len(leader.prompt)
+        self.counters["shared_prompt_tokens"] += len(followers) * len(leader.feed)
         targets = [f.slot for f in followers]
         self.slots.copy([leader.slot] * len(followers), targets)
-        full, rest = divmod(len(leader.prompt), pages.page_size)
+        full, rest = divmod(len(leader.feed), pages.page_size)
         if rest:
             page = pages.pages_of(leader.slot)[full]
             pages.copy([page] * len(followers), [pages.pages_of(slot)[full] for slot in targets])

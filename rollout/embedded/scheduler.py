@@ -1,12 +1,15 @@
 """Continuous batching: who runs next, with which memory.
 
-First come, first served: a request is admitted when a state slot and the pages of its whole length are free, so that
-nothing that runs is ever preempted. Steps of prompt chunks and steps of decoding take turns. Everything is a function
-of the order of submission.
+First come, first served: a request is admitted when a state slot and the pages it needs are free. With the pages of its
+whole length reserved nothing that runs is ever preempted. With `reserve_tokens` it gets those of its prompt and so many
+tokens more, and grows; when nothing is left, the youngest request is retracted: it leaves what it has computed to the
+prefix cache, keeps its tokens and their log-probabilities, and waits in front. Steps of prompt chunks and steps of
+decoding take turns. Everything is a function of the order of submission.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +44,7 @@ class Scheduler:
         prefill_chunk_tokens: int,
         share_prompts: bool = True,
         prefixes: Prefixes | None = None,
+        reserve_tokens: int | None = None,
     ) -> None:
         self.slots, self.pages, self.prefixes = slots, pages, prefixes
         self.max_running, self.prefill_chunk_tokens, self.share_prompts = (
@@ -51,9 +55,11 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
+        self._orders = itertools.count()
         self._leaders: dict[tuple[int, tuple[int, ...]], Request] = {}
+        self.reserve_tokens, self.num_retracted = reserve_tokens, 0
         self._num_following = 0
-        self._prefill_last = False
+        self._prefill_last = self._crowded = False
 
     @property
     def num_running(self) -> int:
@@ -65,12 +71,16 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.decoding)
 
     def submit(self, request: Request) -> None:
+        request.order = next(self._orders)
         self.waiting.append(request)
 
     # --- planning -----------------------------------------------------------------------------------------------
     def plan(self) -> Step:
         """Admit whoever fits, clean and order their memory, and choose the next step: prompts and decoding in turn."""
-        while self.waiting and self._admit(self.waiting[0]):
+        self._grow()
+        # Whoever was retracted comes back when somebody has ended, not to be retracted again at once.
+        self._crowded = self._crowded and self.num_running > 0
+        while self.waiting and not self._crowded and self._admit(self.waiting[0]):
             self.waiting.popleft()
         self.slots.scrub()
         self.pages.scrub()
@@ -85,10 +95,11 @@ class Scheduler:
         """Give a request its slot and pages if they are free, or can be had from the prefix cache."""
         if self.num_running >= self.max_running:
             return False
+        request.feed = (*request.prompt, *request.token_ids)
         leader = self._leader_for(request)
         if leader:
             # Only full pages are shared: nobody writes into them any more once the prompt is computed.
-            shared = self.pages.pages_of(leader.slot)[: len(request.prompt) // self.pages.page_size]
+            shared = self.pages.pages_of(leader.slot)[: len(request.feed) // self.pages.page_size]
             return self._take(request, shared) and self._follow(request, leader)
         match = self.prefixes.find(request) if self.prefixes is not None else None
         if self.prefixes is None or match is None:
@@ -101,8 +112,37 @@ class Scheduler:
         self.prefixes.plan_stops(request, match)
         return self._lead(request)
 
+    def _grow(self) -> None:
+        """Pages for the token that each decoding request feeds next, oldest first; the youngest may have to go."""
+        for request in sorted(self.decoding, key=lambda r: r.order):
+            while request.stage is Stage.DECODE and not self._has_room(request):
+                self._retract(max(self.decoding, key=lambda r: r.order))
+
+    def _has_room(self, request: Request) -> bool:
+        held = len(self.pages.pages_of(request.slot)) * self.pages.page_size
+        if request.num_cached < held:
+            return True
+        if self.prefixes is not None:
+            self.prefixes.make_room(1, 0)
+        if not self.pages.num_free:
+            return False
+        self.pages.grow(request.slot, 1)
+        return True
+
+    def _retract(self, request: Request) -> None:
+        self._free(request, taken=self.prefixes is not None and self.prefixes.end(request, keep=True))
+        self.decoding.remove(request)
+        request.stage, request.num_cached, request.routed = Stage.WAITING, 0, []
+        request.stops, request.cached_pages = [], []
+        self.waiting.appendleft(request)
+        self.num_retracted += 1
+        self._crowded = True
+
     def _take(self, request: Request, shared: Sequence[int]) -> bool:
-        needed = self.pages.pages_for(request.total_tokens) - len(shared)
+        tokens = request.total_tokens
+        if self.reserve_tokens is not None:
+            tokens = min(tokens, len(request.feed) + self.reserve_tokens)
+        needed = self.pages.pages_for(tokens) - len(shared)
         if self.prefixes is not None and not self.prefixes.make_room(needed, 1):
             return False
         if not self.slots.num_free or needed > self.pages.num_free:
@@ -120,12 +160,12 @@ class Scheduler:
     def _lead(self, request: Request) -> bool:
         request.stage = Stage.PREFILL
         self.prefilling.append(request)
-        self._leaders[request.version, request.prompt] = request
+        self._leaders[request.version, request.feed] = request
         return True
 
     def _leader_for(self, request: Request) -> Request | None:
         """A request whose prompt this one can take over, with its chosen experts if those are wanted."""
-        leader = self._leaders.get((request.version, request.prompt)) if self.share_prompts else None
+        leader = self._leaders.get((request.version, request.feed)) if self.share_prompts else None
         if leader and request.params.return_routed_experts and sum(map(len, leader.routed)) < leader.num_cached:
             return None
         return leader
@@ -133,7 +173,7 @@ class Scheduler:
     def _chunks(self) -> list[tuple[Request, int]]:
         budget, chunks = self.prefill_chunk_tokens, []
         for request in self.prefilling:
-            end = request.stops[0] if request.stops else len(request.prompt)
+            end = request.stops[0] if request.stops else len(request.feed)
             count = min(budget, end - request.num_cached)
             chunks.append((request, count))
             budget -= count
@@ -153,7 +193,7 @@ class Scheduler:
         self._num_following -= len(followers)
         for member in (request, *followers):
             member.stage = Stage.DECODE
-            member.num_cached = len(member.prompt)
+            member.num_cached = len(request.feed)
         for follower in followers:
             follower.routed = list(request.routed)
         self.decoding += [request, *followers]
@@ -171,11 +211,12 @@ class Scheduler:
             self._restart(request.followers)
             request.followers = []
         elif request.stage is Stage.FOLLOWING:
-            self._leaders[request.version, request.prompt].followers.remove(request)
+            self._leaders[request.version, request.feed].followers.remove(request)
             self._num_following -= 1
         else:
             self.decoding.remove(request)
         if request.stage is not Stage.WAITING:
+            self._crowded = False
             sound = reason in (FinishReason.STOP, FinishReason.LENGTH)
             self._free(request, taken=self.prefixes is not None and self.prefixes.end(request, keep=sound))
         request.stage, request.finish_reason, request.error = Stage.DONE, reason, error
@@ -201,7 +242,7 @@ class Scheduler:
         self._num_following -= len(followers)
 
     def _forget_leader(self, request: Request) -> None:
-        key = (request.version, request.prompt)
+        key = (request.version, request.feed)
         if self._leaders.get(key) is request:
             del self._leaders[key]
 

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 from helpers.engines import adapter_update, ask, fill_free_memory, make_engine, random_prompts, tokens_of
+from helpers.mutants import mutate
 
+from miles_k3.errors import EngineError
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.embedded.scheduler import Scheduler
 from miles_k3.types import Completion, FinishReason, SamplingParams
 
 PAGE, CHUNK, ALL = 8, 20, 8
@@ -188,3 +191,70 @@ def test_a_broken_answer_is_not_kept() -> None:
         ask(engine, [prompt] * 2, SamplingParams(max_new_tokens=8)),
         ask(cold_engine(), [prompt] * 2, SamplingParams(max_new_tokens=8)),
     )
+
+
+LONG = [SamplingParams(max_new_tokens=20 + i % 9, seed=i, return_routed_experts=i % 3 == 0) for i in range(12)]
+
+
+def check_retraction(**options) -> EmbeddedEngine:
+    """Twelve answers, four of them samples of one prompt, in a pool that holds three or four whole ones."""
+    prompts = [*random_prompts(8, low=5, high=40, seed=5), *random_prompts(1, low=33, high=33, seed=6) * 4]
+    engine = warm_engine(num_pages=30, max_running=8, **options)
+    step = engine.runner.step
+
+    def poisoned() -> list:
+        with torch.inference_mode():
+            fill_free_memory(engine)
+        return step()
+
+    engine.runner.step = poisoned  # type: ignore[method-assign]
+    answers, expected = ask(engine, prompts, LONG), ask(cold_engine(), prompts, LONG)
+    assert_same(answers, expected)
+    for answer, other in zip(answers, expected, strict=True):
+        assert (answer.routed_experts is None) == (other.routed_experts is None)
+        if answer.routed_experts is not None and other.routed_experts is not None:
+            assert torch.equal(answer.routed_experts.sort(-1).values, other.routed_experts.sort(-1).values)
+    assert not engine._requests
+    return engine
+
+
+@pytest.mark.parametrize("policy", ["radix", "paged", "off"])
+@pytest.mark.parametrize("reserve", [0, 3])
+def test_a_retracted_request_loses_nothing(policy: str, reserve: int) -> None:
+    engine = check_retraction(prefix_cache=policy, reserve_tokens=reserve)
+    assert engine.stats()["retracted"] > 0
+    engine.sleep()
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_with_whole_lengths_reserved_nothing_is_retracted() -> None:
+    assert check_retraction().stats()["retracted"] == 0
+
+
+def test_growing_memory_admits_more_at_once() -> None:
+    """Answers that may be long and are short: memory for the whole length would let them wait."""
+    prompts = random_prompts(6, low=8, high=8, seed=3)
+    most = {}
+    for reserve in (None, 8):
+        engine, seen = warm_engine(num_pages=24, reserve_tokens=reserve, prefix_cache="off"), []
+        step = engine.runner.step
+        engine.runner.step = lambda step=step, seen=seen, e=engine: (seen.append(e.scheduler.num_running), step())[1]
+        ask(engine, prompts, SamplingParams(max_new_tokens=80, stop_token_ids=tuple(range(0, 256, 3))))
+        most[reserve] = max(seen)
+    assert most == {None: 2, 8: 6}
+
+
+@pytest.mark.parametrize(
+    ("verb", "edit"),
+    [
+        ("_retract", ("request.routed = Stage.WAITING, 0, []", "request.routed = Stage.WAITING, 0, request.routed")),
+        ("_admit", ("(*request.prompt, *request.token_ids)", "request.prompt")),
+    ],
+    ids=["routes are kept", "what was sampled is not computed again"],
+)
+def test_the_check_of_retraction_sees_planted_mistakes(
+    monkeypatch: pytest.MonkeyPatch, verb: str, edit: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(Scheduler, verb, mutate(getattr(Scheduler, verb), edit))
+    with pytest.raises((AssertionError, EngineError)):
+        check_retraction(reserve_tokens=0)
