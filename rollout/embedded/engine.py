@@ -58,12 +58,7 @@ class EmbeddedEngine:
 
         Raises EngineError when `config` or `dtype` are not the base's own.
         """
-        if config != base.config:
-            raise EngineError("the engine was given another config than its base was loaded with; pass the base's")
-        if dtype is not None and dtype != base.dtype:
-            raise EngineError(
-                f"the engine was asked for {dtype}, the base it shares is {base.dtype}; load it as {dtype}"
-            )
+        _judge_base(base, config, dtype)
         self.config, self.max_sequence_tokens = config, max_sequence_tokens
         self.tokenizer, self.adapter_config = tokenizer, adapter_config
         per_request = -(-max_sequence_tokens // page_size)
@@ -308,3 +303,10 @@ class EmbeddedEngine:
             **self.runner.counters,
             **({} if self.prefixes is None else self.prefixes.stats()),
         }
+
+
+def _judge_base(base: ResidentBase, config: K3Config, dtype: torch.dtype | None) -> None:
+    if config != base.config:
+        raise EngineError("the engine was given another config than its base was loaded with; pass the base's")
+    if dtype is not None and dtype != base.dtype:
+        raise EngineError(f"the engine was asked for {dtype}, the base it shares is {base.dtype}; load it as {dtype}")
