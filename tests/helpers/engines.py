@@ -134,6 +134,18 @@ def fill_free_memory(engine: EmbeddedEngine, value: float = float("nan")) -> Non
     slots.windows[:, free_slots] = value
 
 
+def poison_before_steps(engine: EmbeddedEngine) -> None:
+    """From now on, what is free holds NaN before every step."""
+    step = engine.runner.step
+
+    def poisoned_step() -> list:
+        with torch.inference_mode():
+            fill_free_memory(engine)
+        return step()
+
+    engine.runner.step = poisoned_step  # type: ignore[method-assign]
+
+
 def assert_idle(engine: EmbeddedEngine) -> None:
     """No request holds anything any more."""
     stats: Mapping[str, float] = engine.stats()

@@ -10,8 +10,8 @@ import torch
 from helpers.engines import (
     ask,
     assert_idle,
-    fill_free_memory,
     make_engine,
+    poison_before_steps,
     random_prompts,
     tokens_of,
 )
@@ -34,14 +34,7 @@ def expected() -> list[Completion]:
 def check_recycled_memory(expected: list[Completion]) -> None:
     """Small pools, so that slots and pages are used again and again; what is free holds NaN before every step."""
     engine = make_engine(max_running=5, num_pages=40, page_size=4, prefill_chunk_tokens=48)
-    step = engine.runner.step
-
-    def poisoned_step() -> list:
-        with torch.inference_mode():
-            fill_free_memory(engine)
-        return step()
-
-    engine.runner.step = poisoned_step  # type: ignore[method-assign]
+    poison_before_steps(engine)
     answers = ask(engine, PROMPTS, PARAMS)
     assert all(a.finish_reason is FinishReason.LENGTH for a in answers)
     assert tokens_of(answers) == tokens_of(expected)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers.engines import adapter_update, ask, fill_free_memory, make_engine, random_prompts, tokens_of
+from helpers.engines import adapter_update, ask, make_engine, poison_before_steps, random_prompts, tokens_of
 from helpers.mutants import mutate
 
 from miles_k3.errors import EngineError
@@ -63,14 +63,7 @@ def random_traffic(seed: int, waves: int = 6) -> list[list[tuple[list[int], Samp
 def check_traffic(seed: int, **options) -> EmbeddedEngine:
     """Answers of the last wave become prompts of the next: turns of a conversation. Adapters change in between."""
     warm, cold, turns = warm_engine(**options), cold_engine(), []
-    step = warm.runner.step
-
-    def poisoned() -> list:
-        with torch.inference_mode():
-            fill_free_memory(warm)
-        return step()
-
-    warm.runner.step = poisoned  # type: ignore[method-assign]
+    poison_before_steps(warm)
     for wave, calls in enumerate(random_traffic(seed)):
         if wave in (2, 4):
             for engine in (warm, cold):
@@ -186,11 +179,11 @@ def test_a_broken_answer_is_not_kept() -> None:
             engine.slots.states[:, engine._requests["bad"][0].slot] = torch.nan
         return await task
 
-    assert asyncio.run(run()).finish_reason is FinishReason.ERROR
-    assert_same(
-        ask(engine, [prompt] * 2, SamplingParams(max_new_tokens=8)),
-        ask(cold_engine(), [prompt] * 2, SamplingParams(max_new_tokens=8)),
-    )
+    broken = asyncio.run(run())
+    assert broken.finish_reason is FinishReason.ERROR
+    turns = [prompt, [*prompt, *broken.token_ids, 5]]  # the second would begin with the state it broke in
+    params = SamplingParams(max_new_tokens=8)
+    assert_same(ask(engine, turns, params), ask(cold_engine(), turns, params))
 
 
 LONG = [SamplingParams(max_new_tokens=20 + i % 9, seed=i, return_routed_experts=i % 3 == 0) for i in range(12)]
@@ -200,14 +193,7 @@ def check_retraction(**options) -> EmbeddedEngine:
     """Twelve answers, four of them samples of one prompt, in a pool that holds three or four whole ones."""
     prompts = [*random_prompts(8, low=5, high=40, seed=5), *random_prompts(1, low=33, high=33, seed=6) * 4]
     engine = warm_engine(num_pages=30, max_running=8, **options)
-    step = engine.runner.step
-
-    def poisoned() -> list:
-        with torch.inference_mode():
-            fill_free_memory(engine)
-        return step()
-
-    engine.runner.step = poisoned  # type: ignore[method-assign]
+    poison_before_steps(engine)
     answers, expected = ask(engine, prompts, LONG), ask(cold_engine(), prompts, LONG)
     assert_same(answers, expected)
     for answer, other in zip(answers, expected, strict=True):
