@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +10,9 @@ from miles_k3.types import AdapterUpdate, Completion, Grade, Prompt, SamplingPar
 
 if TYPE_CHECKING:
     import torch
+
+# Told of new tokens and their log-probabilities, on the thread that drives the engine; must be quick and not raise.
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 
 
 class Task(Protocol):
@@ -53,8 +56,11 @@ class Engine(Protocol):
         *,
         request_id: str | None = None,
         adapter_version: int | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Continue `token_ids`. `adapter_version` pins a live version; default is the newest.
+
+        `on_tokens` hears of all tokens of the completion, in order, as they are sampled.
 
         Raises EngineError when the prompt is empty or too long, the version is not live, or the engine sleeps.
         """

@@ -13,6 +13,7 @@ from miles_k3.adapters.store import AdapterStore
 from miles_k3.errors import AdapterError, EngineError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.weights import ResidentBase
+from miles_k3.protocols import OnTokens
 from miles_k3.rollout.cache.pools import LatentPages, StateSlots
 from miles_k3.rollout.embedded.model import EngineModel
 from miles_k3.rollout.embedded.prefix import Prefixes
@@ -39,6 +40,7 @@ class EmbeddedEngine:
         tokenizer: Detokenizer | None = None,
         adapter_config: AdapterConfig | None = None,
         max_lora_rank: int = 16,
+        adapter_slots: int = 2,
         max_running: int = 256,
         page_size: int = 16,
         num_pages: int = 0,
@@ -54,7 +56,8 @@ class EmbeddedEngine:
         """`num_pages` 0 holds `max_running` requests of `max_sequence_tokens`. `adapter_config`: refuse any other.
         `cache_slots`: state checkpoints that the prefix cache may hold beside those that find room among the requests';
         0 takes a quarter of `max_running`. `cache_min_tokens`: shorter prefixes are not kept. `reserve_tokens`: answer
-        tokens that a request gets memory for at first; None for all it may have.
+        tokens that a request gets memory for at first; None for all it may have. `adapter_slots`: versions that can be
+        live at once beside the base.
 
         Raises EngineError when `config` or `dtype` are not the base's own.
         """
@@ -73,7 +76,9 @@ class EmbeddedEngine:
             device=base.device,
         )
         self.slots = StateSlots.for_model(config, num_slots, base.dtype, base.device)
-        self.store = AdapterStore(config, max_rank=max_lora_rank, dtype=base.dtype, device=base.device)
+        self.store = AdapterStore(
+            config, max_rank=max_lora_rank, dtype=base.dtype, device=base.device, num_slots=adapter_slots
+        )
         self.prefixes = Prefixes.over(prefix_cache, self.pages, self.slots, min_tokens=cache_min_tokens)
         self.scheduler = Scheduler(
             self.slots,
@@ -103,6 +108,7 @@ class EmbeddedEngine:
         *,
         request_id: str | None = None,
         adapter_version: int | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Continue `token_ids`; ends on exactly the stop tokens and strings of `params`, or its token limit.
 
@@ -112,6 +118,7 @@ class EmbeddedEngine:
         loop = asyncio.get_running_loop()
         self._refuse_foreign(loop)
         request = self._submit(token_ids, params, request_id, adapter_version)
+        request.on_tokens = on_tokens
         future: asyncio.Future[Completion] = loop.create_future()
         self._requests[request.id] = request, future
         self._ensure_driver(loop)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from miles_k3.errors import EngineError
+from miles_k3.protocols import OnTokens
 from miles_k3.rollout.cache.contract import Lease
 from miles_k3.rollout.embedded.text import Detokenizer, StopText, decode
 from miles_k3.types import Completion, FinishReason, SamplingParams
@@ -35,6 +36,7 @@ class Request:
     params: SamplingParams
     version: int
     stop_text: StopText | None = None
+    on_tokens: OnTokens | None = None
     stage: Stage = Stage.WAITING
     order: int = 0  # of submission
     feed: tuple[int, ...] = ()  # what its prefill computes: the prompt, and what was sampled before it was retracted
@@ -65,6 +67,8 @@ class Request:
         """Append a sampled token; why the request ends with it, if it does."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
+        if self.on_tokens is not None:
+            self.on_tokens((token,), (logprob,))
         if token in self.params.stop_token_ids:
             return FinishReason.STOP
         if self.stop_text is not None:

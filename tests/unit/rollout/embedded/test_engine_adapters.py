@@ -147,6 +147,15 @@ def test_requests_in_flight_finish_on_their_version() -> None:
     assert first[0].logprobs != pytest.approx(second[0].logprobs, abs=1e-3)
 
 
+def test_more_slots_keep_more_versions_live() -> None:
+    engine = make_engine(adapter_slots=3)
+    for version in range(3):
+        engine.load_adapter(adapter_update(version))
+    answers = {v: ask(engine, PROMPTS[:1], adapter_version=v)[0] for v in range(3)}
+    assert [a.adapter_version for a in answers.values()] == [0, 1, 2]
+    assert len({a.logprobs for a in answers.values()}) == 3
+
+
 def test_a_load_that_would_overwrite_a_version_in_use_is_refused_until_it_is_drained() -> None:
     engine = make_engine()
     engine.load_adapter(adapter_update(0))

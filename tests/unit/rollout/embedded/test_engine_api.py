@@ -161,6 +161,17 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens() -> None:
     assert stopped.token_ids == free.token_ids[: at + 3]
 
 
+def test_tokens_are_told_as_they_are_sampled() -> None:
+    engine = make_engine()
+    told: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+    [completion] = ask(
+        engine, PROMPTS[:1], on_tokens=lambda tokens, logprobs: told.append((tuple(tokens), tuple(logprobs)))
+    )
+    assert len(told) > 1
+    assert tuple(t for tokens, _ in told for t in tokens) == completion.token_ids
+    assert tuple(p for _, logprobs in told for p in logprobs) == completion.logprobs
+
+
 def test_routed_experts_are_the_oracles() -> None:
     engine = make_engine(prefill_chunk_tokens=7)
     prompts = [p for p in PROMPTS if len(p) > 8][:2]
