@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -32,6 +33,7 @@ def make(rank: int, **section: Any) -> MegatronTrainer:
 
 
 def allocated() -> int:
+    gc.collect()  # what an earlier test's objects held in cycles doesn't count
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
 
