@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from miles_k3.config import Recipe
 from miles_k3.errors import CheckpointError, MilesError
 from miles_k3.estimate import available_bytes, checkpoint_bytes, memory_estimate
-from miles_k3.parallel import data_parallel_size, smallest_world
+from miles_k3.parallel import data_parallel_size, planned_world
 from miles_k3.tokenizer import PROBE, read_tokenizer, render_probe
 from miles_k3.world import ALONE, World
 
@@ -61,8 +61,8 @@ def check_recipe(recipe: Recipe, world: World = ALONE) -> list[Finding]:
     config = _check_model(found, recipe)
     assumed = world.size == 1
     if assumed:
-        ranks = smallest_world(recipe.trainer.parallel)
-        world = World(size=ranks, local_size=_ranks_here(recipe, ranks))
+        ranks = planned_world(recipe)
+        world = World(size=ranks, local_size=recipe.cluster.ranks_per_node or _ranks_here(recipe, ranks))
     if config is not None:
         _check_layout(found, recipe, config, world, assumed=assumed)
     tokenizer = _check_tokenizer(found, recipe, config)
@@ -128,7 +128,10 @@ def _check_layout(found: _Findings, recipe: Recipe, config: K3Config, world: Wor
         p = recipe.trainer.parallel
         sizes = ", ".join(f"{name} {getattr(p, name)}" for name in ("tp", "pp", "vpp", "cp", "ep"))
         dp = data_parallel_size(p, world.size)
-        which = "the least for this layout; a multiple adds data-parallel ranks" if assumed else "as started"
+        which = "as started"
+        if assumed:
+            asked = recipe.cluster.ranks_per_node > 0
+            which = "as cluster says" if asked else "the least for this layout; a multiple adds data-parallel ranks"
         found.add(
             "layout",
             True,

@@ -104,7 +104,13 @@ class SamplingSection(Section):
 class RolloutSection(Section):
     """The engine and the size of one step's harvest."""
 
-    engine: Literal["embedded"] = Field(default="embedded", description="Rollout engine.")
+    engine: Literal["embedded", "sglang"] = Field(
+        default="embedded",
+        description="embedded: in the trainer's process, on the same base; sglang: planned for, refused at a start.",
+    )
+    engine_tp: PositiveInt = Field(
+        default=1, description="GPUs that one engine spans; an embedded one lives on its rank's own."
+    )
     prompts_per_step: PositiveInt = Field(default=32, description="Groups per optimizer step.")
     group_size: PositiveInt = Field(default=8, description="Samples per prompt.")
     sampling: SamplingSection = SamplingSection()
@@ -231,6 +237,27 @@ class TrainerSection(Section):
     parallel: ParallelSection = ParallelSection()
 
 
+class ClusterSection(Section):
+    """The machines that a run asks for: what `miles-k3 plan` plans for and `miles-k3 launch` waits for.
+
+    Ranks are nodes * ranks_per_node; on CUDA each has a GPU of its own.
+    """
+
+    nodes: PositiveInt = Field(default=1, description="Machines.")
+    ranks_per_node: int = Field(
+        default=0, ge=0, description="Ranks, and on CUDA GPUs, of each; 0: whatever the launcher starts."
+    )
+    ray_address: Text = Field(
+        default="local", description="miles-k3 launch: local starts Ray here; auto or HOST:PORT joins one that runs."
+    )
+    gpu_memory_gb: float | None = Field(
+        default=None, gt=0.0, description="Memory of one GPU, 1e9 bytes, to plan for; null: what this machine has."
+    )
+    host_memory_gb: float | None = Field(
+        default=None, gt=0.0, description="Memory of one machine, 1e9 bytes, to plan for; null: what this one has."
+    )
+
+
 class EvalSection(Section):
     """Held-out accuracy while training."""
 
@@ -262,6 +289,7 @@ class Recipe(Section):
     rollout: RolloutSection = RolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     trainer: TrainerSection = TrainerSection()
+    cluster: ClusterSection = ClusterSection()
     eval: EvalSection = EvalSection()
     sync: SyncSection = SyncSection()
 
@@ -291,7 +319,7 @@ class Recipe(Section):
                 f"micro-batch holds {self.trainer.micro_batch_tokens}; set trainer.micro_batch_tokens: {longest} or "
                 "more, or lower one of the others"
             )
-        problems += self._idle_clipping()
+        problems += [*self._idle_clipping(), *self._engine_span()]
         num_pages, page_size = self.rollout.num_pages, self.rollout.page_size
         if 0 < num_pages * page_size < longest:
             problems.append(
@@ -302,6 +330,21 @@ class Recipe(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _engine_span(self) -> list[str]:
+        """An embedded engine has no ranks of its own to spread over; others take whole groups of the cluster's."""
+        rollout, ranks = self.rollout, self.cluster.nodes * self.cluster.ranks_per_node
+        if rollout.engine == "embedded" and rollout.engine_tp > 1:
+            return [
+                f"rollout.engine_tp is {rollout.engine_tp} but an embedded engine lives on one rank; set "
+                "rollout.engine_tp: 1"
+            ]
+        if ranks % rollout.engine_tp:
+            return [
+                f"rollout.engine_tp {rollout.engine_tp} doesn't divide the {ranks} ranks of cluster.nodes * "
+                "cluster.ranks_per_node; choose one that does"
+            ]
+        return []
 
     def _idle_clipping(self) -> list[str]:
         """With one update a harvest the policy is the one before it, so no ratio is ever clipped."""

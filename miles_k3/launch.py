@@ -28,7 +28,13 @@ def launch_problems(recipe: Recipe, config: K3Config, world: World, training: bo
     """Why this process can't run its part, one sentence each. Without `training`, what only a trainer needs is left
     out."""
     problems = list(_device_problems(recipe, world))
+    if recipe.rollout.engine == "sglang":
+        problems.append(
+            "rollout.engine is sglang, which `miles-k3 plan` knows but nothing runs yet: released SGLang can't serve "
+            "K3 with LoRA; set rollout.engine: embedded and rollout.engine_tp: 1"
+        )
     if training:
+        problems += _cluster_problems(recipe, world)
         problems += layout_problems(config, recipe.trainer, world.size)
         problems += _kernel_problems(recipe)
         if recipe.algorithm.routing_replay and not config.moe_layers:
@@ -61,6 +67,17 @@ def train_command(recipe: str, ranks: int, per_host: int | None = None) -> str:
     per_host = per_host or ranks
     hosts = f"--nnodes {ranks // per_host} " if per_host < ranks else ""
     return f"torchrun {hosts}--nproc-per-node {per_host} -m miles_k3 train {recipe}"
+
+
+def _cluster_problems(recipe: Recipe, world: World) -> Iterator[str]:
+    cluster = recipe.cluster
+    asked = cluster.nodes * cluster.ranks_per_node
+    if asked not in (0, world.size):
+        yield (
+            f"cluster.nodes {cluster.nodes} * cluster.ranks_per_node {cluster.ranks_per_node} ask for {asked} ranks, "
+            f"but {world.size} were started; start with {train_command('RECIPE', asked, cluster.ranks_per_node)}, or "
+            "set cluster.ranks_per_node: 0 to take any number"
+        )
 
 
 def _device_problems(recipe: Recipe, world: World) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from miles_k3.config import ParallelSection, TrainerSection
+from miles_k3.config import ParallelSection, Recipe, TrainerSection
 from miles_k3.k3.config import K3Config
 
 
@@ -41,6 +41,12 @@ def smallest_world(parallel: ParallelSection) -> int:
     """The least number of ranks that the layout runs on: one data-parallel rank, or more where ep needs them."""
     stage = parallel.tp * parallel.cp
     return parallel.pp * stage * (parallel.ep // math.gcd(stage, parallel.ep))
+
+
+def planned_world(recipe: Recipe) -> int:
+    """The ranks that `cluster` asks for, or the least number that the layout runs on."""
+    cluster = recipe.cluster
+    return cluster.nodes * cluster.ranks_per_node or smallest_world(recipe.trainer.parallel)
 
 
 def layout_problems(config: K3Config, section: TrainerSection, world_size: int) -> list[str]:

@@ -105,3 +105,20 @@ def test_how_a_run_is_started() -> None:
     assert train_command("r.yaml", 1) == "miles-k3 train r.yaml"
     assert train_command("r.yaml", 4) == "torchrun --nproc-per-node 4 -m miles_k3 train r.yaml"
     assert train_command("r", 16, 8) == "torchrun --nnodes 2 --nproc-per-node 8 -m miles_k3 train r"
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_run_wants_the_ranks_that_cluster_asks_for() -> None:
+    (problem,) = problems("cluster.ranks_per_node=2")
+    assert "ask for 2 ranks, but 1 were started; start with torchrun --nproc-per-node 2 -m" in problem
+    (problem,) = problems("cluster.nodes=2", "cluster.ranks_per_node=2", world=World(size=2, local_size=2))
+    assert "torchrun --nnodes 2 --nproc-per-node 2" in problem
+    assert problems("cluster.ranks_per_node=2", world=World(size=2, local_size=2)) == []
+    assert problems("cluster.ranks_per_node=2", training=False) == [], "evaluation runs on any number"
+
+
+@pytest.mark.usefixtures("devices")
+def test_sglang_is_known_but_refused() -> None:
+    (problem,) = problems("rollout.engine=sglang")
+    assert "nothing runs yet" in problem
+    assert "set rollout.engine: embedded" in problem
