@@ -21,6 +21,10 @@ class AdapterError(MilesError):
     """An adapter does not fit the model, the slots, or the version that was expected next."""
 
 
+class TransportError(AdapterError):
+    """An adapter did not reach another process whole; that one keeps the version it had."""
+
+
 class SyncError(MilesError):
     """Trainer and engine disagree after a sync; the run stops rather than sample from stale weights."""
 

@@ -1,4 +1,4 @@
-"""From trainer to engine within one process: the engine copies out of the update's own tensors."""
+"""The last step of every way: the engine makes an update its newest adapter, and it is checked that it did."""
 
 from __future__ import annotations
 
