@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from miles_k3.commands.serve import serve
 from miles_k3.errors import MilesError
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ app = typer.Typer(
 )
 recipe_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(recipe_app, name="recipe")
+
+app.command()(serve)
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
 app.add_typer(bench_app, name="bench")

@@ -37,10 +37,43 @@ from miles_k3.rollout.tasks.reasoning_gym import is_held_out
 SPECIALS = ("<|pad|>", "<|bos|>", "<|end_of_msg|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 PAD, BOS, EOS = 0, 1, 2
 VOCAB = 512
-CHAT_TEMPLATE = (
-    "{{ '<|bos|>' }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end_of_msg|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+# Plain messages, and tools the way K3 writes them: declared as JSON in front, called in XTML, answered by name.
+CHAT_TEMPLATE = """
+{%- macro attribute(name, value) %} {{ name }}="{{ value | string | replace('&', '&amp;') | replace('"', '&quot;') }}"
+{%- endmacro -%}
+{%- macro kind(value) -%}
+{%- if value is string %}string{% elif value is boolean %}boolean{% elif value is none %}null
+{%- elif value is number %}number{% elif value is mapping %}object{% else %}array{% endif -%}
+{%- endmacro -%}
+{{ '<|bos|>' }}
+{%- if tools -%}
+{{ '<|system|># Tools\\nHere are the available tools, described in JSONSchema.\\n\\n```json\\n' }}
+{{- tools | tojson }}{{ '\\n```<|end_of_msg|>' }}
+{%- endif -%}
+{%- for m in messages -%}
+{%- if m['reasoning_content'] %}{{ raise_exception('this model has no channel for reasoning_content') }}{% endif -%}
+{{ '<|' + m['role'] + '|>' }}
+{%- if m['role'] == 'tool' and m['name'] %}{{ m['name'] + '\\n' }}{% endif -%}
+{{ '' + m['content'] }}
+{%- if m['tool_calls'] -%}
+{{ '<|open|>tools<|sep|>' }}
+{%- for call in m['tool_calls'] -%}
+{{ '<|open|>call' }}{{ attribute('tool', call.function.name) }}{{ attribute('index', loop.index) }}{{ '<|sep|>' }}
+{%- if call.function.arguments is mapping -%}
+{%- for key, value in call.function.arguments.items() -%}
+{{ '<|open|>argument' }}{{ attribute('key', key) }}{{ attribute('type', kind(value)) }}{{ '<|sep|>' }}
+{{- value if value is string else value | tojson }}{{ '<|close|>argument<|sep|>' }}
+{%- endfor -%}
+{%- else -%}
+{{ '<|open|>json type="object"<|sep|>' }}{{ call.function.arguments }}{{ '<|close|>json<|sep|>' }}
+{%- endif -%}
+{{ '<|close|>call<|sep|>' }}
+{%- endfor -%}
+{{ '<|close|>tools<|sep|>' }}
+{%- endif -%}
+{{ '<|end_of_msg|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 TASK = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 
 

@@ -1,0 +1,1 @@
+"""The rollout server: an engine behind HTTP, in OpenAI's words and in tokens."""

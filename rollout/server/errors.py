@@ -1,0 +1,105 @@
+"""Refusals, all in OpenAI's JSON shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+log = logging.getLogger(__name__)
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(HTTPException):
+    """What a client is told instead of an answer. `param` names the parameter at fault, `code` the reason."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        super().__init__(status, detail=message, headers=headers)
+        self.message, self.code, self.param = message, code, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status_code, self.message, code=self.code, param=self.param)
+
+
+def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """The JSON of a refusal."""
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Every error leaves in the same shape; what nobody foresaw is logged and becomes a 500 without details."""
+
+    @app.exception_handler(StarletteHTTPException)
+    async def _refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
+        if isinstance(error, ApiError):
+            body = error.body
+        else:
+            message = f"{request.method} {request.url.path}: {error.detail}"
+            body = error_body(error.status_code, message)
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        sentences, param = explain(error.errors(), _fields_of(request))
+        return JSONResponse(error_body(400, "; ".join(sentences), param=param), status_code=400)
+
+    @app.exception_handler(Exception)
+    async def _failed(request: Request, error: Exception) -> JSONResponse:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return JSONResponse(error_body(500, "the server failed on this request; its log says why"), status_code=500)
+
+
+def _fields_of(request: Request) -> Sequence[str]:
+    """The parameters of the body that the route takes."""
+    field = getattr(request.scope.get("route"), "body_field", None)
+    model = getattr(getattr(field, "field_info", None), "annotation", None)
+    return tuple(getattr(model, "model_fields", ()))
+
+
+def explain(found: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> tuple[list[str], str | None]:
+    """pydantic's findings as sentences, one a parameter, and the first parameter at fault."""
+    complaints: dict[str, list[str]] = {}
+    for error in found:
+        name = ".".join(_place(error["loc"][1:]))
+        complaints.setdefault(name, []).append(_complaint(error, fields))
+    sentences = [f"{name or 'the body'} {' or '.join(dict.fromkeys(c))}" for name, c in complaints.items()]
+    return sentences, next((name for name in complaints if name), None)
+
+
+def _place(loc: Sequence[str | int]) -> list[str]:
+    """Where in the body, without the names that pydantic gives to the members of a union."""
+    return [str(part) for part in loc if isinstance(part, int) or (part.isidentifier() and not part[0].isupper())]
+
+
+def _complaint(error: Mapping[str, Any], fields: Sequence[str]) -> str:
+    kind, given = error["type"], error.get("input")
+    if kind == "extra_forbidden":
+        known = f"; supported are {', '.join(fields)}" if len(error["loc"]) == 2 and fields else ""
+        return f"is not a supported parameter{known}"
+    if kind == "json_invalid":
+        return f"is not JSON: {error['ctx']['error']}"
+    if kind == "missing":
+        return "is missing"
+    if kind == "value_error":
+        return f"is refused: {error['msg'].removeprefix('Value error, ')}"
+    shown = repr(given)
+    return f"is {shown if len(shown) < 60 else type(given).__name__}: {error['msg'][0].lower()}{error['msg'][1:]}"
