@@ -7,40 +7,28 @@ Grouped: the 3-D tensors of spec 5.2, marked in adapter_config.json; for servers
 
 from __future__ import annotations
 
-import dataclasses
 import filecmp
 import functools
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from miles_k3.adapters.layout import (
-    OUTER_FACTOR,
-    AdapterTensor,
-    adapter_layout,
-    gate_up_pairs,
-    join_expert,
-    split_name,
-    tensor_name,
-)
-from miles_k3.adapters.peft_config import CONFIG_FILE, peft_config, read_peft_config
+from miles_k3.adapters.content import CONTENT_SHA256, content_sha256
+from miles_k3.adapters.layout import OUTER_FACTOR, join_expert, split_name, tensor_name
+from miles_k3.adapters.peft_config import CONFIG_FILE, peft_config
+from miles_k3.adapters.peft_read import PREFIX, TENSOR_FILE, PeftReader, read_whole
 from miles_k3.adapters.tensor_file import Entry, write_tensors
-from miles_k3.adapters.update import DTYPES, adapter_sha256, is_finite, key_findings, listed
+from miles_k3.adapters.update import DTYPES, adapter_sha256, listed
 from miles_k3.errors import AdapterError
 from miles_k3.files import sync_folder
 from miles_k3.k3.config import K3Config
 from miles_k3.types import AdapterConfig, AdapterUpdate
-
-TENSOR_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."
-_SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 # --- out --------------------------------------------------------------------------------------------------------------
@@ -57,17 +45,25 @@ def save_peft(
         raise AdapterError(
             f"adapter v{update.version} does not fit its sha256: it changed after the export; export it again"
         )
-    entries = list(_entries(update.tensors, expand_experts))
+    fields = peft_config(update.config, base_model=base_model, expand_experts=expand_experts)
+    entries = _entries(update.tensors, expand_experts)
+    write_peft(folder, fields, entries, content_sha256(update.config, update.tensors), overwrite=overwrite)
+
+
+def write_peft(
+    folder: Path, fields: Mapping[str, Any], entries: Iterable[Entry], sha256: str, *, overwrite: bool = False
+) -> None:
+    """`save_peft` from a tensor at a time. `fields` are those of adapter_config.json, `sha256` that of the content."""
+    entries = list(entries)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temp = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
     temp.mkdir()
     try:
-        fields = peft_config(update.config, base_model=base_model, expand_experts=expand_experts)
         with (temp / CONFIG_FILE).open("x") as file:
             file.write(json.dumps(fields, indent=2, sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        write_tensors(temp / TENSOR_FILE, entries)
+        write_tensors(temp / TENSOR_FILE, entries, {CONTENT_SHA256: sha256})
         sync_folder(temp)
         _publish(temp, folder, overwrite)
     finally:
@@ -124,96 +120,9 @@ def _publish(temp: Path, folder: Path, overwrite: bool) -> None:
 def load_peft(folder: str | Path, config: K3Config) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
     """Read either layout into exported names; tensors own their memory and keep the file's dtype.
 
-    `share_gate_up_a` of the result says whether every gate and up pair has equal A factors. Raises AdapterError on a
-    config that is not plain LoRA, missing or unmatched keys, other shapes or dtypes, non-finite values, and on expanded
-    outer factors that differ between experts; with every finding, one a line.
+    `share_gate_up_a` of the result says whether every gate and up pair has equal A factors. Raises AdapterError as
+    `PeftReader` and its `verify` do.
     """
-    folder = Path(folder)
-    adapter = read_peft_config(folder)
-    layout = adapter_layout(config, adapter)
-    path = folder / TENSOR_FILE
-    if not path.is_file():
-        raise AdapterError(f"{path} does not exist; expected a PEFT folder with {TENSOR_FILE}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            keys = _plain_names(path, list(file.keys()))
-            sources = {t.name: _source_names(t, keys, config.num_experts) for t in layout.values()}
-            _refuse(path, key_findings(keys, {name: None for names in sources.values() for name in names}))
-            _refuse(path, _header_findings(file, keys, sources, layout))
-            tensors = {name: _read(file, keys, names, layout[name]) for name, names in sources.items()}
-            _refuse(path, _value_findings(file, keys, sources, layout, tensors))
-    except SafetensorError as e:
-        raise AdapterError(f"{path} is not a whole safetensors file ({e}); export the adapter again") from None
-    shared = all(torch.equal(tensors[gate], tensors[up]) for gate, up in gate_up_pairs(layout))
-    return dataclasses.replace(adapter, share_gate_up_a=shared), tensors
-
-
-def _refuse(path: Path, findings: Iterator[str]) -> None:
-    problems = list(findings)
-    if problems:
-        raise AdapterError("\n".join(f"{path} {problem}" for problem in problems))
-
-
-def _plain_names(path: Path, keys: list[str]) -> dict[str, str]:
-    """Name without peft's prefix -> key in the file."""
-    names = {key.removeprefix(PREFIX): key for key in keys}
-    if len(names) != len(keys):
-        twice = sorted(set(keys) - set(names.values()))
-        raise AdapterError(f"{path} holds {len(twice)} tensors both with and without {PREFIX}: {listed(twice)}")
-    return names
-
-
-def _source_names(t: AdapterTensor, keys: Mapping[str, str], num_experts: int) -> list[str]:
-    """The file's names for one tensor: its own, or one per expert."""
-    if t.kind == "dense" or t.name in keys:
-        return [t.name]
-    return [tensor_name(join_expert(t.module, expert), t.factor) for expert in range(num_experts)]
-
-
-def _header_findings(
-    file: Any, keys: Mapping[str, str], sources: Mapping[str, list[str]], layout: Mapping[str, AdapterTensor]
-) -> Iterator[str]:
-    for t in layout.values():
-        expected = list(t.shape if sources[t.name] == [t.name] else t.shape[1:])
-        dtypes = set()
-        for name in sources[t.name]:
-            header = file.get_slice(keys[name])
-            dtypes.add(header.get_dtype())
-            if header.get_shape() != expected:
-                yield (
-                    f"has {name} of shape {header.get_shape()}, this model and rank need {expected}: "
-                    "an adapter for another model"
-                )
-        if not dtypes <= _SAFETENSORS_DTYPES.keys():
-            yield f"has {t.name} in {'/'.join(sorted(dtypes))}, expected F32 or BF16; convert it"
-        elif len(dtypes) > 1:
-            yield f"has experts of {t.module} in different dtypes ({', '.join(sorted(dtypes))}); convert them to one"
-
-
-def _read(file: Any, keys: Mapping[str, str], names: list[str], t: AdapterTensor) -> torch.Tensor:
-    """One exported tensor; of an expanded outer factor expert 0's copy (`_value_findings` compares the others)."""
-    if names == [t.name]:
-        return file.get_tensor(keys[t.name]).clone()
-    first = file.get_tensor(keys[names[0]])
-    out = torch.empty(t.shape, dtype=first.dtype)
-    for expert in range(t.shape[0]):
-        out[expert] = file.get_tensor(keys[names[expert]])
-    return out
-
-
-def _value_findings(
-    file: Any, keys: Mapping[str, str], sources: Mapping[str, list[str]], layout: Mapping[str, AdapterTensor],
-    tensors: Mapping[str, torch.Tensor],
-) -> Iterator[str]:  # fmt: skip
-    for t in layout.values():
-        tensor = tensors[t.name]
-        if not is_finite(tensor):
-            yield f"has {int((~torch.isfinite(tensor)).sum())} non-finite values in {t.name}; export a healthy step"
-        if not t.shared or sources[t.name] == [t.name]:
-            continue
-        other = [n for n in sources[t.name][1:] if not torch.equal(file.get_tensor(keys[n]), tensor[0])]
-        if other:
-            yield (
-                f"has {len(other)} experts of {t.module} whose lora_{t.factor} differs from expert 0's, "
-                f"though all experts share it in a K3 adapter: {listed(other)}"
-            )
+    with PeftReader(folder, config) as source:
+        source.verify()
+        return source.config, read_whole(source)

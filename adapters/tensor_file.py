@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,10 +29,10 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, entries: Iterable[Entry]) -> None:
+def write_tensors(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> None:
     """Write and fsync a new safetensors file: wider types first, then by name, so every tensor is aligned."""
     ordered = sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name))
-    header = encode_header((e.name, _NAMES[e.dtype], e.shape, e.num_bytes) for e in ordered)
+    header = encode_header(((e.name, _NAMES[e.dtype], e.shape, e.num_bytes) for e in ordered), metadata)
     with path.open("xb") as file:
         file.write(header)
         for e in ordered:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import isfinite
 
 import torch
@@ -30,18 +31,25 @@ def make_update(version: int, config: AdapterConfig, tensors: Mapping[str, torch
 
 def adapter_sha256(version: int, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 over version, config, and each tensor's name, dtype, shape and bytes, whatever the mapping's order."""
+    table = {name: (str(t.dtype), list(t.shape), partial(tensor_bytes, t)) for name, t in tensors.items()}
+    return hash_table(version, config, table)
+
+
+def hash_table(
+    version: int, config: AdapterConfig, table: Mapping[str, tuple[str, list[int], Callable[[], Iterable[memoryview]]]]
+) -> str:
+    """The same from name -> (dtype, shape, what gives the bytes in row-major order)."""
     digest = hashlib.sha256()
-    head = [version, config.rank, float(config.alpha), config.share_gate_up_a, len(tensors)]
-    _hash_header(digest, head)
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        _hash_header(digest, [name, str(tensor.dtype), list(tensor.shape)])
-        for chunk in tensor_bytes(tensor):
+    _hash_fields(digest, [version, config.rank, float(config.alpha), config.share_gate_up_a, len(table)])
+    for name in sorted(table):
+        dtype, shape, chunks = table[name]
+        _hash_fields(digest, [name, dtype, shape])
+        for chunk in chunks():
             digest.update(chunk)
     return digest.hexdigest()
 
 
-def _hash_header(digest: hashlib._Hash, fields: list[object]) -> None:
+def _hash_fields(digest: hashlib._Hash, fields: list[object]) -> None:
     text = json.dumps(fields).encode()
     digest.update(len(text).to_bytes(8, "little") + text)
 

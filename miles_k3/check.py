@@ -114,7 +114,7 @@ def _check_model(found: _Findings, recipe: Recipe) -> K3Config | None:
         longest, limit = longest_sequence(recipe), config.max_position_embeddings
         hint = "" if longest <= limit else "; lower task.max_prompt_tokens or rollout.sampling.max_new_tokens"
         found.add("length", longest <= limit, f"sequences of up to {longest} tokens, the model takes {limit}{hint}")
-        _check_weights(found, folder, config)
+        _check_weights(found, recipe, folder, config)
     return config
 
 
@@ -148,12 +148,14 @@ def _ranks_here(recipe: Recipe, ranks: int) -> int:
     return min(ranks, torch.cuda.device_count()) if on_cuda else ranks
 
 
-def _check_weights(found: _Findings, folder: Path, config: K3Config) -> None:
-    from miles_k3.k3.params import iter_params
+def _check_weights(found: _Findings, recipe: Recipe, folder: Path, config: K3Config) -> None:
     from miles_k3.k3.safetensors_io import Checkpoint
+    from miles_k3.k3.weights import UNPACKED
 
     with found.asking("weights"), Checkpoint(folder) as checkpoint:
-        problems = checkpoint.check(iter_params(config))
+        problems = checkpoint.check(checkpoint.table(config))
+        if recipe.model.base_dtype == "mxfp4" and not checkpoint.packed:
+            problems.append(f"{folder}: {UNPACKED}")
         for problem in problems[:10]:
             found.add("weights", False, problem)
         if len(problems) > 10:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from miles_k3.commands.export import export
 from miles_k3.commands.serve import serve
 from miles_k3.errors import MilesError
 
@@ -26,6 +27,7 @@ recipe_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(recipe_app, name="recipe")
 
 app.command()(serve)
+app.command()(export)
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
 app.add_typer(bench_app, name="bench")

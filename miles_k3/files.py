@@ -21,8 +21,9 @@ class FolderLock:
         self._folder, self._descriptor = folder, descriptor
 
     @classmethod
-    def take(cls, folder: Path) -> Self:
-        """Make the folder if needed and lock it. Raises ConfigError naming the process that holds it."""
+    def take(cls, folder: Path, other: str = "another run.name") -> Self:
+        """Make the folder if needed and lock it. Raises ConfigError naming the process that holds it; `other` is the
+        way out."""
         folder.mkdir(parents=True, exist_ok=True)
         folder = folder.resolve()
         if _held.get(folder) == os.getpid():
@@ -34,7 +35,7 @@ class FolderLock:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "of unknown number"
             os.close(descriptor)
             raise ConfigError(
-                f"{folder} is being written by process {holder}; wait for it or end it, or choose another run.name"
+                f"{folder} is being written by process {holder}; wait for it or end it, or choose {other}"
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

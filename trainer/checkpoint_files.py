@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +24,9 @@ from miles_k3.errors import CheckpointError
 from miles_k3.files import write_text
 from miles_k3.k3.safetensors_header import TensorHeader, read_header, shown
 from miles_k3.trainer.boxes import Box, find_overlap
-from miles_k3.trainer.random_states import RandomStates
+
+if TYPE_CHECKING:
+    from miles_k3.trainer.random_states import RandomStates
 
 FACTS = "trainer.json"
 FORMAT = 2
@@ -255,6 +257,8 @@ class Reader:
 
     def random_states(self, rank: int) -> RandomStates:
         """Those of a rank of the run that wrote the checkpoint."""
+        from miles_k3.trainer.random_states import RandomStates  # brings megatron-core, which an export does without
+
         name = rank_file(rank, self.index.facts.world)
         with self._errors(name, RNG) as file:
             keys = [key for key in file.keys() if key.startswith(RNG)]  # noqa: SIM118 (it is no mapping)

@@ -118,27 +118,28 @@ def expert_prefix(layer: int, expert: int) -> str:
     return f"{moe_prefix(layer)}experts.{expert}."
 
 
-def iter_params(config: K3Config) -> Iterator[Param]:
-    """Every tensor of the checkpoint, in model order, vision last."""
+def iter_params(config: K3Config, *, packed: bool = True) -> Iterator[Param]:
+    """Every tensor of the checkpoint, in model order, vision last. `packed`: routed experts in MXFP4, else in BF16."""
     yield from _model_level(config)
     for layer in range(config.num_hidden_layers):
-        yield from layer_params(config, layer)
+        yield from layer_params(config, layer, packed=packed)
     if config.vision is not None:
         yield from _vision(config)
 
 
-def text_params(config: K3Config) -> Iterator[Param]:
+def text_params(config: K3Config, *, packed: bool = True) -> Iterator[Param]:
     """The language model's tensors only."""
-    return (p for p in iter_params(config) if p.part is not Part.VISION)
+    return (p for p in iter_params(config, packed=packed) if p.part is not Part.VISION)
 
 
-def layer_params(config: K3Config, layer: int) -> Iterator[Param]:
+def layer_params(config: K3Config, layer: int, *, packed: bool = True) -> Iterator[Param]:
     """The tensors of one decoder layer."""
     yield from _layer_norms(config, layer)
     yield from _mla(config, layer) if config.is_mla(layer) else _kda(config, layer)
-    yield from (
-        _moe(config, layer) if config.is_moe(layer) else _mlp(config, layer, config.intermediate_size, Part.DENSE)
-    )
+    if config.is_moe(layer):
+        yield from _moe(config, layer, packed)
+    else:
+        yield from _mlp(config, layer, config.intermediate_size, Part.DENSE)
 
 
 def _bf16(name: str, *shape: int, part: Part, layer: int | None = None, tp: int | None = None,
@@ -206,7 +207,7 @@ def _mlp(c: K3Config, layer: int, width: int, part: Part) -> Iterator[Param]:
     yield _bf16(p + "down_proj.weight", c.hidden_size, width, part=part, layer=layer, tp=1, lora=True)
 
 
-def _moe(c: K3Config, layer: int) -> Iterator[Param]:
+def _moe(c: K3Config, layer: int, packed: bool) -> Iterator[Param]:
     p, h, z = moe_prefix(layer), c.hidden_size, c.routed_expert_hidden_size
     under_sp = GradRule.SUM_TP_UNDER_SP
     yield _bf16(p + "gate.weight", c.num_experts, h, part=Part.ROUTER, layer=layer)
@@ -217,21 +218,28 @@ def _moe(c: K3Config, layer: int) -> Iterator[Param]:
     yield _bf16(p + "routed_expert_up_proj.weight", h, z, part=Part.LATENT, layer=layer)
     yield from _mlp(c, layer, c.shared_intermediate_size, Part.SHARED)
     for expert in range(c.num_experts):
-        yield from expert_params(c, layer, expert)
+        yield from expert_params(c, layer, expert, packed=packed)
 
 
-def expert_params(c: K3Config, layer: int, expert: int) -> Iterator[Param]:
-    """The six MXFP4 tensors of one routed expert (spec 3.1: two codes a byte, one E8M0 byte per 32 inputs)."""
+def expert_params(c: K3Config, layer: int, expert: int, *, packed: bool = True) -> Iterator[Param]:
+    """The six MXFP4 tensors of one routed expert (spec 3.1: two codes a byte, one E8M0 byte per 32 inputs), or its
+    three BF16 ones."""
     prefix, inter, latent = expert_prefix(layer, expert), c.moe_intermediate_size, c.routed_expert_hidden_size
     for name, rows, cols in (("w1", inter, latent), ("w2", latent, inter), ("w3", inter, latent)):
+        if not packed:
+            yield Param(name=f"{prefix}{name}.weight", shape=(rows, cols), dtype=DType.BF16, part=Part.EXPERT,
+                        layer=layer, expert=expert, grad=GradRule.EXPERT_DP, lora=True)  # fmt: skip
+            continue
         yield _mxfp4(f"{prefix}{name}.weight_packed", rows, cols, cols // 2, layer, expert)
         yield _mxfp4(f"{prefix}{name}.weight_scale", rows, cols, cols // MXFP4_GROUP, layer, expert)
 
 
-def expert_names(c: K3Config, layer: int, experts: Iterable[int] | None = None) -> Iterator[str]:
+def expert_names(
+    c: K3Config, layer: int, experts: Iterable[int] | None = None, *, packed: bool = True
+) -> Iterator[str]:
     """Names of the routed-expert tensors of one layer, of all experts or of some."""
     chosen = range(c.num_experts) if experts is None else experts
-    return (p.name for expert in chosen for p in expert_params(c, layer, expert))
+    return (p.name for expert in chosen for p in expert_params(c, layer, expert, packed=packed))
 
 
 def _mxfp4(name: str, rows: int, cols: int, stored_cols: int, layer: int, expert: int) -> Param:

@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -104,9 +104,17 @@ def _layout_problems(raw: dict[str, Any], available: int) -> list[str]:
     return out
 
 
-def encode_header(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+def read_metadata(path: Path) -> dict[str, str]:
+    """The free text fields of a shard that `read_header` found whole."""
+    with path.open("rb") as f:
+        return json.loads(f.read(int.from_bytes(f.read(8), "little"))).get("__metadata__", {})
+
+
+def encode_header(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """The bytes before the data: `tensors` gives (name, dtype, shape, bytes) in the order in which the data follows."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for name, dtype, shape, num_bytes in tensors:
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + num_bytes]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from miles_k3.errors import CheckpointError
 from miles_k3.files import sync_folder
-from miles_k3.k3.params import DType, Param, Part
+from miles_k3.k3.config import K3Config
+from miles_k3.k3.params import DType, Param, Part, iter_params
 from miles_k3.k3.safetensors_header import TensorHeader, encode_header, read_header, shown
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PLAIN_EXPERT = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
 TORCH_DTYPE = {DType.BF16: torch.bfloat16, DType.F32: torch.float32, DType.U8: torch.uint8}
 
 
@@ -90,6 +93,17 @@ class Checkpoint:
         """The beginning of a sentence about a tensor: its file and its name."""
         header = self.headers.get(name)
         return f"{self.folder / header.file if header else self._list}: tensor {name}"
+
+    @property
+    def packed(self) -> bool:
+        """Whether routed experts are in MXFP4: weight_packed decides, never the config's ignore list (spec 1.3)."""
+        return any(name.endswith(".weight_packed") for name in self.headers) or not any(
+            _PLAIN_EXPERT.search(name) for name in self.headers
+        )
+
+    def table(self, config: K3Config) -> Iterator[Param]:
+        """The parameter table in the form that this folder stores: experts in MXFP4, or in BF16 as in a merged one."""
+        return iter_params(config, packed=self.packed)
 
     def check(self, params: Iterable[Param]) -> list[str]:
         """Every disagreement with the parameter table, as sentences; vision tensors may be absent altogether."""
@@ -162,8 +176,8 @@ def write_checkpoint(folder: str | Path, params: Sequence[Param], get: Callable[
     not as tabled, or the disk refuses.
     """
     folder, extra = Path(folder), dict(extra_files or {})
-    shards = list(_plan(params, shard_bytes))
-    names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    shards = list(plan_shards(params, shard_bytes))
+    names = shard_names(len(shards))
     weight_map = {p.name: name for name, shard in zip(names, shards, strict=True) for p in shard}
     assert len(weight_map) == len(params), "a tensor is named twice"
     total = sum(p.num_bytes for p in params)
@@ -174,7 +188,7 @@ def write_checkpoint(folder: str | Path, params: Sequence[Param], get: Callable[
     extra[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
     partial = folder.with_name(folder.name + ".partial")
     try:
-        with _disk_errors(str(partial)):
+        with disk_errors(str(partial)):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             free = shutil.disk_usage(partial).free
@@ -183,9 +197,9 @@ def write_checkpoint(folder: str | Path, params: Sequence[Param], get: Callable[
         for name, shard in zip(names, shards, strict=True):
             _write_shard(partial / name, shard, get)
         for name, content in extra.items():
-            with _NewFile(partial / name) as file:
+            with NewFile(partial / name) as file:
                 file.write(content.encode() if isinstance(content, str) else content, "")
-        with _disk_errors(str(folder)):
+        with disk_errors(str(folder)):
             sync_folder(partial)
             os.rename(partial, folder)
             sync_folder(folder.parent)
@@ -194,7 +208,8 @@ def write_checkpoint(folder: str | Path, params: Sequence[Param], get: Callable[
         raise
 
 
-def _plan(params: Sequence[Param], shard_bytes: int) -> Iterator[list[Param]]:
+def plan_shards(params: Iterable[Param], shard_bytes: int) -> Iterator[list[Param]]:
+    """The tensors of each shard, in order; a tensor larger than a shard gets one of its own."""
     shard: list[Param] = []
     size = 0
     for p in params:
@@ -207,12 +222,13 @@ def _plan(params: Sequence[Param], shard_bytes: int) -> Iterator[list[Param]]:
         yield shard
 
 
-def _shard_name(i: int, count: int) -> str:
-    return f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+def shard_names(count: int) -> list[str]:
+    """Files of a checkpoint of `count` shards."""
+    return [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def _write_shard(path: Path, shard: Sequence[Param], get: Callable[[Param], Tensor]) -> None:
-    with _NewFile(path) as file:
+    with NewFile(path) as file:
         file.write(encode_header((p.name, p.dtype.value, p.shape, p.num_bytes) for p in shard), "")
         for p in shard:
             file.write(_bytes_of(p, get(p), path), f": tensor {p.name}")
@@ -227,31 +243,32 @@ def _bytes_of(p: Param, tensor: Tensor, path: Path) -> memoryview:
     return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-class _NewFile:
+class NewFile:
     """A file that is on the disk once the block ends well. Unbuffered: an error belongs to the write it came from."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def __enter__(self) -> Self:
-        with _disk_errors(str(self._path)):
+        with disk_errors(str(self._path)):
             self._file = self._path.open("xb", buffering=0)
         return self
 
     def write(self, data: bytes | memoryview, what: str) -> None:
         rest = memoryview(data)
-        with _disk_errors(f"{self._path}{what}"):
+        with disk_errors(f"{self._path}{what}"):
             while rest:
                 rest = rest[self._file.write(rest) :]
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        with self._file, _disk_errors(str(self._path)):
+        with self._file, disk_errors(str(self._path)):
             if kind is None:
                 os.fsync(self._file.fileno())
 
 
 @contextmanager
-def _disk_errors(what: str) -> Iterator[None]:
+def disk_errors(what: str) -> Iterator[None]:
+    """A refusal of the system inside the block becomes a CheckpointError that begins with `what`."""
     try:
         yield
     except OSError as e:

@@ -22,6 +22,7 @@ from miles_k3.k3.ops import mxfp4
 from miles_k3.k3.params import DType, Param, Part
 from miles_k3.k3.safetensors_io import Checkpoint
 
+UNPACKED = "its experts are stored in BF16, so none can be kept packed; set model.base_dtype: bf16"
 BASE_DTYPES = ("bf16", "mxfp4")  # routed experts dequantised once, or kept packed
 
 
@@ -129,8 +130,11 @@ def load_base(folder: str | Path, config: K3Config, *, dtype: torch.dtype, devic
     for anything missing, torn, foreign, of another shape or dtype, or never written.
     """
     with Checkpoint(folder) as checkpoint:
-        checkpoint.require(table.iter_params(config))
-        return build_base(config, table.text_params(config), checkpoint.read, dtype=dtype, device=device,
+        checkpoint.require(checkpoint.table(config))
+        if base_dtype == "mxfp4" and not checkpoint.packed:
+            raise CheckpointError(f"{folder}: {UNPACKED}")
+        text = table.text_params(config, packed=checkpoint.packed)
+        return build_base(config, text, checkpoint.read, dtype=dtype, device=device,
                           base_dtype=base_dtype, progress=progress, shard=shard,
                           where=lambda p: checkpoint.where(p.name))  # fmt: skip
 
@@ -240,27 +244,33 @@ class _Builder:
         assert layer is not None
         assert expert is not None
         if layer not in base.experts:
-            base.experts[layer] = _empty_bank(base.config, len(self._shard.experts), base.device)
+            dtype = None if p.quantised else base.dtype
+            base.experts[layer] = _empty_bank(base.config, len(self._shard.experts), base.device, dtype)
         place = expert - self._shard.experts.start
         _slot(base.experts[layer], p.name, place, base.config.moe_intermediate_size).copy_(tensor)
-        names = partial(table.expert_names, base.config, layer, self._shard.experts)
+        names = partial(table.expert_names, base.config, layer, self._shard.experts, packed=p.quantised)
         last = self._came(p, f"{table.moe_prefix(layer)}experts.", names)
-        if last and self._keep_dense:
+        if last and self._keep_dense and base.experts[layer].packed:
             base.experts[layer].keep_dense(base.dtype)
 
 
 def _slot(bank: ExpertBank, name: str, expert: int, inter: int) -> Tensor:
     """Where the bank keeps a tensor of its expert number `expert`: w1 and w3 are the upper and lower half of w13."""
     weight, kind = name.rsplit(".", 2)[-2:]
-    packed, scale = (bank.w2_packed, bank.w2_scale) if weight == "w2" else (bank.w13_packed, bank.w13_scale)
-    whole = packed if kind == "weight_packed" else scale
-    assert whole is not None, "codes were dropped"
+    w13 = {"weight_packed": bank.w13_packed, "weight_scale": bank.w13_scale, "weight": bank.w13}
+    w2 = {"weight_packed": bank.w2_packed, "weight_scale": bank.w2_scale, "weight": bank.w2}
+    whole = (w2 if weight == "w2" else w13)[kind]
+    assert whole is not None, "the bank is of the other form"
     start = inter if weight == "w3" else 0
     return whole[expert] if weight == "w2" else whole[expert, start : start + inter]
 
 
-def _empty_bank(c: K3Config, num_experts: int, device: torch.device) -> ExpertBank:
+def _empty_bank(c: K3Config, num_experts: int, device: torch.device, dtype: torch.dtype | None) -> ExpertBank:
+    """Room for packed experts, or for plain ones of a `dtype`."""
     e, i, z = num_experts, c.moe_intermediate_size, c.routed_expert_hidden_size
+    if dtype is not None:
+        w13, w2 = (torch.empty(shape, dtype=dtype, device=device) for shape in ((e, 2 * i, z), (e, z, i)))
+        return ExpertBank(None, None, None, None, w13=w13, w2=w2)
 
     def codes(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=device)

@@ -61,9 +61,10 @@ def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32
     return out
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor, *, least_error: bool = False) -> tuple[Tensor, Tensor]:
     """[..., D] -> (packed u8 [..., D/2], scale u8 [..., D/32]): exponent ceil(log2(amax/6)), nearest level, ties down.
 
+    `least_error`: one less where the group's squared error is then smaller, though its largest values are clipped.
     Value-exact on anything that was MXFP4 already. Raises ValueError on weights that are not finite or above
     `LARGEST`, and on a D that is no multiple of 32.
     """
@@ -74,12 +75,26 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     if not (amax <= LARGEST).all():
         raise ValueError(f"weight holds NaN, infinity or a magnitude above {LARGEST:.3g}, which MXFP4 can't express")
     exponent = _scale_exponent(amax)
-    powers = _powers(torch.float32, weight.device)
-    scaled = groups * powers[SCALE_BIAS - exponent].unsqueeze(-1)
-    thresholds = torch.tensor(THRESHOLDS, device=weight.device)
-    magnitude = torch.bucketize(scaled.abs(), thresholds, out_int32=True).to(torch.uint8)
-    codes = (magnitude | (torch.signbit(scaled).to(torch.uint8) << 3)).flatten(-2)
+    if least_error:
+        smaller = (exponent - 1).clamp(min=-SCALE_BIAS)
+        exponent = torch.where(_squared_error(groups, smaller) < _squared_error(groups, exponent), smaller, exponent)
+    codes = _codes(groups, exponent).flatten(-2)
     return pack_codes(codes), (exponent + SCALE_BIAS).to(torch.uint8)
+
+
+def _codes(groups: Tensor, exponent: Tensor) -> Tensor:
+    """Nearest codes of values [..., G, 32] at scales 2^exponent [..., G]; magnitudes beyond the last level take it."""
+    scaled = groups * _powers(torch.float32, groups.device)[SCALE_BIAS - exponent].unsqueeze(-1)
+    thresholds = torch.tensor(THRESHOLDS, device=groups.device)
+    magnitude = torch.bucketize(scaled.abs(), thresholds, out_int32=True).to(torch.uint8)
+    return magnitude | (torch.signbit(scaled).to(torch.uint8) << 3)
+
+
+def _squared_error(groups: Tensor, exponent: Tensor) -> Tensor:
+    """Of each group [..., G], in float64, where no square is lost or overflows."""
+    powers = _powers(torch.float64, groups.device)
+    levels = torch.tensor(LEVELS, dtype=torch.float64, device=groups.device)[(_codes(groups, exponent) & 7).int()]
+    return (groups.double().abs() - levels * powers[exponent + SCALE_BIAS].unsqueeze(-1)).square_().sum(-1)
 
 
 def _scale_exponent(amax: Tensor) -> Tensor:

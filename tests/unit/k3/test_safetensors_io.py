@@ -514,7 +514,7 @@ def test_the_published_checkpoint_is_judged_in_seconds(tmp_path):
     """497,220 headers over 98 shards, 1.56 TB that take no room: the files are holes."""
     params = list(iter_params(published()))
     weight_map: dict[str, str] = {}
-    for i, shard in enumerate(safetensors_io._plan(params, 16 * 10**9)):
+    for i, shard in enumerate(safetensors_io.plan_shards(params, 16 * 10**9)):
         path, header, at = tmp_path / f"{i}.safetensors", {}, 0
         for p in shard:
             header[p.name] = {"dtype": p.dtype, "shape": p.shape, "data_offsets": [at, at + p.num_bytes]}
