@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from miles_k3.commands.export import export
+from miles_k3.commands.import_peft import import_peft
 from miles_k3.commands.serve import serve
 from miles_k3.errors import MilesError
 
@@ -28,6 +29,7 @@ app.add_typer(recipe_app, name="recipe")
 
 app.command()(serve)
 app.command()(export)
+app.command("import")(import_peft)
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
 app.add_typer(bench_app, name="bench")
