@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from miles_k3.config import Recipe
 from miles_k3.errors import CheckpointError, MilesError
-from miles_k3.estimate import available_bytes, checkpoint_bytes, memory_estimate
-from miles_k3.parallel import data_parallel_size, planned_world
+from miles_k3.parallel import data_parallel_size, layout_problems, planned_world
+from miles_k3.plan.planner import Machine, checkpoint_bytes, on_cuda, plan, this_machine
+from miles_k3.plan.report import gb, listed
 from miles_k3.tokenizer import PROBE, read_tokenizer, render_probe
 from miles_k3.world import ALONE, World
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from miles_k3.rollout.tasks.registry import GradedTask
     from miles_k3.types import Prompt
 
-MEMORY_MARGIN = 0.9  # an estimate above this share of what is free is refused
 TRIED_PROMPTS = 8
 
 
@@ -70,7 +70,8 @@ def check_recipe(recipe: Recipe, world: World = ALONE) -> list[Finding]:
         _check_task(found, recipe, tokenizer)
     if config is not None:
         _check_disk(found, recipe, config)
-        _check_memory(found, recipe, config, world)
+        if not layout_problems(config, recipe.trainer, world.size):
+            _check_memory(found, recipe, config, world)
     return list(found)
 
 
@@ -245,21 +246,20 @@ def _check_disk(found: _Findings, recipe: Recipe, config: K3Config) -> None:
         free = shutil.disk_usage(folder).free
         kept = f"{recipe.run.keep_checkpoints} checkpoints and one being written"
         hint = "" if needed <= free else "; lower run.keep_checkpoints or choose another run.folder"
-        found.add("disk", needed <= free, f"{_gb(needed)} for {kept}, {_gb(free)} free in {folder}{hint}")
+        found.add("disk", needed <= free, f"{gb(needed)} for {kept}, {gb(free)} free in {folder}{hint}")
 
 
 def _check_memory(found: _Findings, recipe: Recipe, config: K3Config, world: World) -> None:
     with found.asking("memory"):
-        parts = memory_estimate(recipe, config, world.local_size)
-        needed, (where, free) = sum(parts.values()), available_bytes(recipe.model.device)
-        listed = ", ".join(f"{name} {_gb(size)}" for name, size in parts.items())
-        ok = needed <= MEMORY_MARGIN * free
-        hint = "" if ok else "; lower rollout.max_running or trainer.micro_batch_tokens, or set model.base_dtype: mxfp4"
-        found.add("memory", ok, f"about {_gb(needed)} ({listed}), {_gb(free)} free on {where}{hint}")
-
-
-def _gb(size: float) -> str:
-    for unit, factor in (("TB", 1e12), ("GB", 1e9)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size / 1e6:.0f} MB"
+        machine = this_machine(gpu=recipe.model.device != "cpu")
+        if machine.gpus == 0 and on_cuda(recipe, machine):  # looked at from a machine without GPUs
+            machine = Machine()
+        for verdict in plan(recipe, config, machine, world=world.size).verdicts:
+            pool = verdict.pool
+            there = "" if pool.capacity is None else f", {gb(pool.capacity)} {pool.source}"
+            hint = "" if verdict.fits else "; `miles-k3 plan` finds what to change"
+            parts = listed(verdict.items.items())
+            found.add(
+                "memory", verdict.fits,
+                f"{pool.where}: about {gb(verdict.needed)} in {verdict.phase} ({parts}){there}{hint}",
+            )  # fmt: skip

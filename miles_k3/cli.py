@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from miles_k3.commands.export import export
 from miles_k3.commands.import_peft import import_peft
+from miles_k3.commands.options import RecipeArg, SetOption
+from miles_k3.commands.plan import plan
+from miles_k3.commands.recipe import recipe_app
 from miles_k3.commands.serve import serve
 from miles_k3.errors import MilesError
-
-if TYPE_CHECKING:
-    from miles_k3.recipe import LoadedRecipe
 
 app = typer.Typer(
     help="Post-train Kimi K3 with reinforcement learning.",
@@ -24,9 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-recipe_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(recipe_app, name="recipe")
 
+app.command()(plan)
 app.command()(serve)
 app.command()(export)
 app.command("import")(import_peft)
@@ -34,12 +34,6 @@ app.command("import")(import_peft)
 bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
 app.add_typer(bench_app, name="bench")
 
-RecipeArg = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A YAML file, the name of a shipped recipe, or the folder of a run.")
-]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one value, e.g. --set trainer.lr=1.0e-4.")
-]
 USER_ERROR = 2
 SIGNALLED = 128  # plus the signal's number, as shells have it
 
@@ -232,24 +226,6 @@ def version() -> None:
             typer.echo(f"{package} not installed")
 
 
-@recipe_app.command("show")
-def show_recipe(recipe: RecipeArg, overrides: SetOption = None) -> None:
-    """Print every value in effect and where it came from."""
-    from miles_k3.recipe import load_recipe
-
-    for line in _value_lines(load_recipe(recipe, overrides or [])):
-        typer.echo(line)
-
-
-@recipe_app.command("list")
-def list_recipes() -> None:
-    """Print the names of the recipes that come with the product."""
-    from miles_k3.recipe import shipped_recipes
-
-    for name in shipped_recipes():
-        typer.echo(name)
-
-
 @bench_app.command("cache")
 def bench_cache(
     trace: Annotated[list[str] | None, typer.Option("--trace", help="Traces to replay; without it, all.")] = None,
@@ -273,18 +249,3 @@ def bench_cache(
     typer.echo(bench.markdown(rows))
     facts = {"requests": requests, "budget_gib": budget, "tp": tp}
     typer.echo(f"written: {', '.join(map(str, bench.write(rows, facts, out)))}", err=True)
-
-
-def _value_lines(loaded: LoadedRecipe) -> list[str]:
-    """Aligned `key  value  source` lines; plain text, so that they can be searched and compared."""
-    import json
-
-    from miles_k3.recipe import flatten
-
-    rows = [
-        (key, json.dumps(value, ensure_ascii=False), loaded.sources[key])
-        for key, value in flatten(loaded.recipe.model_dump())
-    ]
-    key_width = max(len(key) for key, _, _ in rows)
-    value_width = min(48, max(len(value) for _, value, _ in rows))
-    return [f"{key:<{key_width}}  {value:<{value_width}}  {source}" for key, value, source in rows]

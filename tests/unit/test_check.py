@@ -12,12 +12,13 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from miles_k3 import check, estimate
+from miles_k3 import check
 from miles_k3.check import Finding, check_recipe, print_findings
 from miles_k3.config import Recipe
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.params import iter_params
 from miles_k3.k3.safetensors_io import TORCH_DTYPE, write_checkpoint
+from miles_k3.plan import planner
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.tasks import rewards
 from miles_k3.types import Grade
@@ -173,7 +174,7 @@ def test_a_broken_model_folder_is_found(model: Path, harm: Callable[[Path], None
         ("trainer.parallel.tp=4", "layout", "KDA heads 2 can't be split over trainer.parallel.tp 4"),
         ("trainer.mla_attention=transformer_engine", "layout", "runs on CUDA, but this rank computes on the CPU"),
         ("run.keep_checkpoints=1000000000", "disk", "lower run.keep_checkpoints"),
-        ("rollout.max_running=100000000", "memory", "lower rollout.max_running"),
+        ("rollout.max_running=100000000", "memory", "`miles-k3 plan` finds what to change"),
     ],
 )
 @pytest.mark.usefixtures("instant_grades")
@@ -235,39 +236,30 @@ def test_findings_are_one_line_each_or_a_table(tmp_path: Path) -> None:
     assert "[red] gone" in screen.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_estimate_follows_the_recipe(model: Path) -> None:
-    config = tiny_config()
-
-    def parts(*overrides: str) -> dict[str, int]:
-        return estimate.memory_estimate(recipe_for(model, *overrides), config)
-
-    base = parts()
-    assert parts("lora.rank=16")["adapter"] == 2 * base["adapter"]
-    assert parts("rollout.max_running=512")["cache"] == 2 * base["cache"]
-    assert parts("trainer.micro_batch_tokens=8192")["activations"] == 2 * base["activations"]
-    numbers = sum(p.num_params for p in iter_params(config))
-    assert 4 * numbers <= base["base"] < 4.1 * numbers, "float32: four bytes a number, and a little padding"
-    packed = parts("model.base_dtype=mxfp4")["base"]
-    experts = sum(p.num_params for p in iter_params(config) if p.quantised)
-    assert base["base"] - packed == round(experts * (4 - 0.5 - 1 / 32))
+def memory_findings(found: list[Finding]) -> list[Finding]:
+    return [finding for finding in found if finding.name == "memory"]
 
 
-@pytest.mark.parametrize(
-    ("device", "cuda", "on_cpu"), [("cpu", True, True), ("auto", False, True), ("auto", True, False)]
-)
-def test_ranks_on_a_cpu_share_its_memory(
-    model: Path, monkeypatch: pytest.MonkeyPatch, device: str, cuda: bool, on_cpu: bool
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
-    recipe, config = recipe_for(model, f"model.device={device}"), tiny_config()
-    one, two = (estimate.memory_estimate(recipe, config, ranks) for ranks in (1, 2))
-    assert ("processes" in one) == on_cpu
-    assert two == {name: size * (2 if on_cpu else 1) for name, size in one.items()}
+@pytest.mark.usefixtures("instant_grades")
+def test_memory_is_the_plans(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (host,) = memory_findings(check_recipe(recipe_for(model)))
+    assert host.text.startswith("host: about 1.")
+    assert "activations" in host.text
+    monkeypatch.setattr(planner, "free_host_bytes", lambda: 10**9)
+    (host,) = memory_findings(check_recipe(recipe_for(model)))
+    assert not host.ok
+    assert "1.0 GB free on this machine; `miles-k3 plan` finds what to change" in host.text
+    stated = recipe_for(model, "model.device=cuda", "cluster.gpu_memory_gb=80")
+    gpu, _ = memory_findings(check_recipe(stated))
+    assert gpu.ok
+    assert "80.0 GB cluster.gpu_memory_gb" in gpu.text
 
 
-def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "_cgroup_free", lambda: 12345)
-    assert estimate.available_bytes("cpu") == ("this machine", 12345)
+@pytest.mark.usefixtures("instant_grades")
+def test_a_layout_that_cannot_work_has_no_memory(model: Path) -> None:
+    found = check_recipe(recipe_for(model, "trainer.parallel.tp=3"))
+    assert [finding.name for finding in failures(found)] == ["layout"] * len(failures(found))
+    assert memory_findings(found) == []
 
 
 @pytest.mark.usefixtures("instant_grades")

@@ -225,11 +225,26 @@ def test_plot_draws_each_run_and_the_comparison(run_cli, tmp_path: Path) -> None
 def test_recipe_show_names_every_value_and_its_place(run_cli) -> None:
     done = run_cli("recipe", "show", "tiny-cpu", "--set", "lora.rank=4")
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.out.splitlines()}
-    assert lines["lora.rank"].split() == ["4", "--set"]
+    assert lines["lora.rank"].split() == ["4", "--set", "(default", "16)"]
     assert lines["rollout.max_lora_rank"].split()[0] == "4"
-    assert lines["rollout.max_lora_rank"].endswith("as ${lora.rank}")
+    assert lines["rollout.max_lora_rank"].endswith("as ${lora.rank} (default 16)")
     assert "recipes/tiny-cpu.yaml:" in lines["task.params.min_terms"]
+    changed = run_cli("recipe", "show", "tiny-cpu", "--changed").out
+    assert "trainer.lr " in changed
+    assert "trainer.adam_beta1" not in changed, "as the default"
     assert run_cli("recipe", "list").out.splitlines()[:1] == ["base"]
+
+
+def test_recipe_diff_and_explain(run_cli) -> None:
+    lines = run_cli("recipe", "diff", "k3-16xgb300", "k3-64xgb300").out.splitlines()
+    assert lines[0].split() == ["k3-16xgb300", "k3-64xgb300"]
+    assert ["cluster.nodes", "4", "16"] in [line.split() for line in lines]
+    assert not any(line.startswith("lora.") for line in lines)
+    against = run_cli("recipe", "diff", "tiny-cpu", "--set", "lora.rank=4").out
+    assert ["lora.rank", "4", "16"] in [line.split() for line in against.splitlines()]
+    assert "say the same" in run_cli("recipe", "diff", "tiny-cpu", "tiny-cpu").out
+    assert "  type: number" in run_cli("recipe", "explain", "trainer.lr").out
+    assert "did you mean trainer.lr?" in run_cli("recipe", "explain", "trainer.lrr").err
 
 
 def test_version_option(run_cli) -> None:

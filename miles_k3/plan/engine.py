@@ -1,0 +1,99 @@
+"""What a rollout engine takes of one rank's memory beside the base. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_k3.config import Recipe
+from miles_k3.k3.config import K3Config
+from miles_k3.plan.weights import AdapterNumbers, Share, adapter_numbers, base_bytes, dense_params
+
+FP32, BF16 = 4, 2
+ADAPTER_SLOTS = 2
+SGLANG_SLOTS_PER_REQUEST = 5  # KDA slots that SGLang's LoRA recipe draws for each running request (spec 6.6)
+SGLANG_GRAPH_BYTES = 4_000_000_000  # assumed: captured graphs, Marlin's and attention's work space
+SGLANG_HOST_BYTES = 17 << 30  # of one scheduler process, as published after host copies were given back
+SAMPLED_COPIES = 5  # logits, scaled, log-probabilities, and two of the draw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBytes:
+    """Of one GPU. `base` is 0 where the engine reads the trainer's."""
+
+    base: int
+    slots: int
+    kv: int
+    states: int
+    graphs: int
+    work: int
+
+
+def engine_bytes(recipe: Recipe, c: K3Config, itemsize: int) -> EngineBytes:
+    """An embedded engine has everything on its rank; an SGLang engine splits it over `rollout.engine_tp` GPUs."""
+    rollout = recipe.rollout
+    whole = adapter_numbers(c, Share.whole(c), rollout.max_lora_rank, one_gate_up_a=False)
+    requests, tokens = rollout.max_running, cache_tokens(recipe)
+    if rollout.engine == "embedded":
+        slots = requests
+        if rollout.prefix_cache != "off":
+            slots += rollout.cache_slots or -(-requests // 4)
+        return EngineBytes(
+            base=0, slots=ADAPTER_SLOTS * whole.total * itemsize, kv=tokens * kv_bytes_per_token(c, itemsize),
+            states=slots * state_bytes(c, itemsize), graphs=0, work=_embedded_work(recipe, c, itemsize),
+        )  # fmt: skip
+    tp = rollout.engine_tp
+    return EngineBytes(
+        base=_sglang_base(c, tp), slots=ADAPTER_SLOTS * _split_adapter(c, whole, rollout.max_lora_rank, tp) * BF16,
+        kv=tokens * kv_bytes_per_token(c, BF16), states=SGLANG_SLOTS_PER_REQUEST * requests * state_bytes(c, BF16, tp),
+        graphs=SGLANG_GRAPH_BYTES, work=requests * c.vocab_size * FP32 * SAMPLED_COPIES // tp,
+    )  # fmt: skip
+
+
+def cache_tokens(recipe: Recipe) -> int:
+    """Tokens that the engine's KV pages hold."""
+    rollout, page = recipe.rollout, recipe.rollout.page_size
+    longest = recipe.task.max_prompt_tokens + rollout.sampling.max_new_tokens
+    return (rollout.num_pages or rollout.max_running * -(-longest // page)) * page
+
+
+def kv_bytes_per_token(c: K3Config, itemsize: int) -> int:
+    """Latents of all MLA layers, whole on each of an engine's GPUs: K3 at bf16: 24 * 576 * 2 = 27,648."""
+    return len(c.mla_layers) * c.latent_cache_dim * itemsize
+
+
+def state_bytes(c: K3Config, itemsize: int, tp: int = 1) -> int:
+    """fp32 states of all KDA layers and their convolution windows: K3 at tp 8: 54.3 MB and 1.9 MB."""
+    return len(c.kda_layers) * (kda_state_numbers(c, tp) * FP32 + _window_numbers(c, tp) * itemsize)
+
+
+def kda_state_numbers(c: K3Config, tp: int = 1) -> int:
+    """Of one layer."""
+    return c.kda_num_heads // tp * c.kda_head_dim**2
+
+
+def _window_numbers(c: K3Config, tp: int) -> int:
+    return 3 * (c.kda_dim // tp) * (c.short_conv_kernel_size - 1)
+
+
+def _sglang_base(c: K3Config, tp: int) -> int:
+    """The released checkpoint, text only: experts and what the table splits over `tp`, the rest on each GPU."""
+    experts = base_bytes(c, Share.whole(c), itemsize=BF16, packed=True).experts
+    dense = sum(p.num_bytes // (tp if p.tp_dim is not None else 1) for p in dense_params(c, Share.whole(c)))
+    return experts // tp + dense
+
+
+def _split_adapter(c: K3Config, whole: AdapterNumbers, rank: int, tp: int) -> int:
+    share = Share(layers=range(c.num_hidden_layers), experts=c.num_experts, tp=tp, embedding=True, head=True)
+    dense = adapter_numbers(c, share, rank, one_gate_up_a=False).dense
+    return dense + whole.expert // tp
+
+
+def _embedded_work(recipe: Recipe, c: K3Config, itemsize: int) -> int:
+    """A prompt step through the widest sublayer, with the residual bank; or the logits of all requests."""
+    tokens = recipe.rollout.prefill_chunk_tokens
+    bank = (c.bank_rows(c.num_hidden_layers) + 1) * c.hidden_size * itemsize
+    kda = c.kda_dim * FP32 * 25
+    moe = c.num_experts_per_token * (c.moe_intermediate_size * FP32 * 5 + 2 * c.routed_expert_hidden_size * itemsize)
+    dense = c.intermediate_size * FP32 * 5 if c.first_k_dense_replace else 0
+    logits = recipe.rollout.max_running * c.vocab_size * FP32 * SAMPLED_COPIES
+    return max(tokens * (bank + max(kda, moe, dense)), logits)
