@@ -1,0 +1,47 @@
+"""Planned and allocated bytes of one rank of several; a pool of ranks imports it by this module's name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from helpers.allocations import allocations
+from helpers.planned import fullest_batch
+
+from miles_k3.assemble import DTYPES, Model, make_trainer
+from miles_k3.k3.weights import load_base
+from miles_k3.plan.phases import rank_facts
+from miles_k3.plan.planner import read_config
+from miles_k3.recipe import load_recipe
+from miles_k3.trainer.megatron import MegatronTrainer
+from miles_k3.trainer.memory import optimizer_tensors
+
+Compared = dict[str, tuple[int, int]]  # item -> (planned, allocated)
+
+
+def compared(rank: int, size: int, overrides: Sequence[str], micro_batches: int) -> Compared:
+    """Of a trainer over the tiny model's resident base, in its second step."""
+    recipe = load_recipe("tiny-cpu", list(overrides)).recipe
+    config = read_config(recipe)
+    base = load_base(recipe.model.path, config, dtype=DTYPES[recipe.model.dtype])
+    with allocations() as started:
+        trainer = make_trainer(recipe, Model(config=config, base=base, tokenizer=None))
+    assert isinstance(trainer, MegatronTrainer)
+    batch = fullest_batch(recipe, config, micro_batches=micro_batches)
+    trainer.step(batch)
+    with allocations() as second:
+        trainer.step(batch)
+    with allocations() as exported:
+        trainer.export_adapter()
+    facts = rank_facts(recipe, config, size, trainer.ranks.pp.rank, cuda=False, fla=False)
+    cut = facts.base - base.num_bytes()
+    return {
+        "factors and gradients": (facts.adapter + facts.gradients + cut, started.kept),
+        "moments": (facts.optimizer, _held_by_the_optimizer(trainer)),
+        "activations": (facts.activations, second.peak),
+        "export": (facts.export, exported.peak),
+    }
+
+
+def _held_by_the_optimizer(trainer: MegatronTrainer) -> int:
+    held = optimizer_tensors(trainer._chunks, trainer._optimizer.megatron)
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
