@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,34 +48,56 @@ class Parts:
     trainer: Trainer | None
 
 
+EngineMaker = Callable[[Recipe, Model], Engine]
+
+
 @contextmanager
-def assembled(recipe: Recipe, *, training: bool, world: World = ALONE) -> Iterator[Parts]:
+def assembled(
+    recipe: Recipe, *, training: bool, world: World = ALONE, new_engine: EngineMaker | None = None
+) -> Iterator[Parts]:
     """This rank's parts of `recipe`, ended in reverse order afterwards. Reward workers start while the model loads.
 
-    Collective. Raises LaunchError, before anything is loaded or started, when the recipe can't run on these ranks.
+    `new_engine` gives the engine where it is not `make_engine`'s. Collective. Raises LaunchError, before anything is
+    loaded or started, when the recipe can't run on these ranks.
     """
     torch.set_num_threads(pick_threads(recipe.run.threads, world))
-    config = K3Config.from_folder(recipe.model.path)
-    if recipe.model.mla_latent_norm_eps is not None:
-        config = dataclasses.replace(config, mla_latent_norm_eps=recipe.model.mla_latent_norm_eps)
+    config = model_config(recipe)
     refuse_launch(recipe, config, world, training=training)
     with ExitStack() as stack:
         model, task, rewards = world.together(lambda: _load(recipe, config, world, stack))
         trainer = make_trainer(recipe, model) if training else None
-        engine = world.together(lambda: make_engine(recipe, model))
+        engine = world.together(lambda: (new_engine or make_engine)(recipe, model))
         stack.callback(engine.close)
         yield Parts(world=world, model=model, task=task, rewards=rewards, engine=engine, trainer=trainer)
+
+
+def model_config(recipe: Recipe) -> K3Config:
+    """The model's config, with what the recipe says of it."""
+    config = K3Config.from_folder(recipe.model.path)
+    if recipe.model.mla_latent_norm_eps is not None:
+        config = dataclasses.replace(config, mla_latent_norm_eps=recipe.model.mla_latent_norm_eps)
+    return config
+
+
+def load_engine(recipe: Recipe, world: World) -> EmbeddedEngine:
+    """An engine with a base of its own, for a process that does not train. `world` is the place that it has."""
+    torch.set_num_threads(pick_threads(recipe.run.threads, world))
+    return make_engine(recipe, _load_model(recipe, model_config(recipe), load_tokenizer(recipe.model.path), world))
 
 
 def _load(recipe: Recipe, config: K3Config, world: World, stack: ExitStack) -> tuple[Model, GradedTask, RewardPool]:
     tokenizer = load_tokenizer(recipe.model.path)
     task = make_task(recipe.task, tokenizer, seed=recipe.run.seed)
     rewards = stack.enter_context(RewardPool(task, recipe.task.reward_workers, recipe.task.reward_timeout_s))
+    return _load_model(recipe, config, tokenizer, world), task, rewards
+
+
+def _load_model(recipe: Recipe, config: K3Config, tokenizer: Any, world: World) -> Model:
     base = load_base(
         recipe.model.path, config, dtype=DTYPES[recipe.model.dtype],
         device=pick_device(recipe.model.device, world.local_rank), base_dtype=recipe.model.base_dtype,
     )  # fmt: skip
-    return Model(config=config, base=base, tokenizer=tokenizer), task, rewards
+    return Model(config=config, base=base, tokenizer=tokenizer)
 
 
 def adapter_config(recipe: Recipe) -> AdapterConfig:

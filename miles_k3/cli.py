@@ -11,6 +11,7 @@ import typer
 
 from miles_k3.commands.export import export
 from miles_k3.commands.import_peft import import_peft
+from miles_k3.commands.launch import launch
 from miles_k3.commands.options import RecipeArg, SetOption
 from miles_k3.commands.plan import plan
 from miles_k3.commands.recipe import recipe_app
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.add_typer(recipe_app, name="recipe")
 
 app.command()(plan)
+app.command()(launch)
 app.command()(serve)
 app.command()(export)
 app.command("import")(import_peft)
@@ -97,16 +99,9 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show versions and exit.")
     ] = False,
 ) -> None:
-    import logging
+    from miles_k3.logs import set_up_logging
 
-    # transformers doesn't know K3's model type and says so each time it loads a tokenizer.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info" if debug else "error")
-    rank = os.environ.get("RANK", "0")
-    level = logging.DEBUG if debug else logging.INFO if rank == "0" else logging.WARNING
-    named = "" if rank == "0" else f"rank {rank}: "
-    logging.basicConfig(level=level, format=f"%(levelname)s {named}%(name)s: %(message)s", stream=sys.stderr)
-    for noisy in ("megatron", "matplotlib", "urllib3", "filelock", "asyncio", "markdown_it"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    set_up_logging(debug=debug, rank=int(os.environ.get("RANK", "0")))
 
 
 @app.command()

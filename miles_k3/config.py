@@ -250,6 +250,13 @@ class ClusterSection(Section):
     ray_address: Text = Field(
         default="local", description="miles-k3 launch: local starts Ray here; auto or HOST:PORT joins one that runs."
     )
+    engine_restarts: int = Field(
+        default=3, ge=0, description="miles-k3 launch: how often an engine that ended is started again, an adapter."
+    )
+    engine_timeout_s: float = Field(
+        default=600.0, gt=0.0, le=86400.0,
+        description="miles-k3 launch: an engine without a sign of life for so long is started again.",
+    )  # fmt: skip
     gpu_memory_gb: float | None = Field(
         default=None, gt=0.0, description="Memory of one GPU, 1e9 bytes, to plan for; null: what this machine has."
     )

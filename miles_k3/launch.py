@@ -12,7 +12,7 @@ from miles_k3.config import Recipe
 from miles_k3.errors import LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.parallel import layout_problems
-from miles_k3.world import World
+from miles_k3.world import TORCHRUN, World
 
 
 def refuse_launch(recipe: Recipe, config: K3Config, world: World, *, training: bool) -> None:
@@ -60,8 +60,10 @@ def pick_threads(wanted: int, world: World) -> int:
     return max(1, len(os.sched_getaffinity(0)) // world.local_size)
 
 
-def train_command(recipe: str, ranks: int, per_host: int | None = None) -> str:
+def train_command(recipe: str, ranks: int, per_host: int | None = None, launcher: str = TORCHRUN) -> str:
     """How a run of that many ranks is started; on one host unless `per_host` says otherwise."""
+    if launcher == "ray":
+        return f"miles-k3 launch {recipe}"
     if ranks == 1:
         return f"miles-k3 train {recipe}"
     per_host = per_host or ranks

@@ -16,7 +16,7 @@ from pathlib import Path
 from miles_k3.adapters.peft_io import load_peft, save_peft
 from miles_k3.adapters.transport import publish
 from miles_k3.adapters.update import make_update
-from miles_k3.assemble import Parts, adapter_config, assembled
+from miles_k3.assemble import EngineMaker, Parts, adapter_config, assembled
 from miles_k3.batch import make_batch
 from miles_k3.config import Recipe
 from miles_k3.errors import AdapterError
@@ -53,13 +53,16 @@ class RunResult:
     stopped_by: signal.Signals | None
 
 
-def run_training(recipe: Recipe, run: RunFolder, *, resume: bool = False) -> RunResult:
+def run_training(
+    recipe: Recipe, run: RunFolder, *, resume: bool = False, new_engine: EngineMaker | None = None
+) -> RunResult:
     """Train as the recipe says, into `run`. With `resume`, go on from the newest checkpoint, or from the start.
 
-    Collective: every rank of `run.world` trains here, and all end after the same step.
+    `new_engine` gives this rank's engine where it is not in this process. Collective: every rank of `run.world` trains
+    here, and all end after the same step.
     """
     started, world, last = time.perf_counter(), run.world, recipe.run.steps
-    with assembled(recipe, training=True, world=world) as parts, stop_signal() as stop:
+    with assembled(recipe, training=True, world=world, new_engine=new_engine) as parts, stop_signal() as stop:
         ring = Ring(recipe, run, parts)
         first = ring.restore() if resume else ring.begin()
         run.keep_recipe()
@@ -233,7 +236,7 @@ def _nothing_left(step: int, recipe: Recipe) -> str:
 
 def _how_to_go_on(step: int, stopped: signal.Signals, run: RunFolder) -> str:
     kept = "with a checkpoint" if step else "before the first checkpoint"
-    command = train_command(str(run.path), run.world.size, run.world.local_size)
+    command = train_command(str(run.path), run.world.size, run.world.local_size, run.world.launcher)
     return f"stopped by {stopped.name} after step {step}, {kept}; go on with {command} --resume"
 
 

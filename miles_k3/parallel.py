@@ -66,7 +66,8 @@ def _world_problems(p: ParallelSection, world_size: int) -> Iterator[str]:
     if world_size % ranks:
         yield (
             f"trainer.parallel needs a multiple of tp {p.tp} * pp {p.pp} * cp {p.cp} = {ranks} ranks, but there are "
-            f"{world_size}; start with torchrun --nproc-per-node {smallest_world(p)}, or change the layout"
+            f"{world_size}; start with torchrun --nproc-per-node {smallest_world(p)}, or for miles-k3 launch set "
+            "cluster.ranks_per_node, or change the layout"
         )
 
 

@@ -46,7 +46,7 @@ _TRAINER = ("recompute", "recompute_sublayers", "distributed_optimizer", "sleep_
 RESUMABLE_KEYS = frozenset(
     (*(f"run.{name}" for name in _RUN), *(f"trainer.{name}" for name in _TRAINER), "rollout.sleep_while_training")
 )
-RESUMABLE_SECTIONS = ("eval.", "trainer.parallel.")
+RESUMABLE_SECTIONS = ("eval.", "trainer.parallel.", "cluster.")
 
 
 class RunFolder:

@@ -20,10 +20,25 @@ class Stop:
         self.signal: signal.Signals | None = None
 
 
+_present: Stop | None = None
+
+
+def ask_to_stop(number: signal.Signals) -> bool:
+    """What the signal does to a process, from any thread of it: the run that is on ends after its present step.
+
+    False where none is on yet.
+    """
+    if _present is None:
+        return False
+    _present.signal = _present.signal or number
+    return True
+
+
 @contextmanager
 def stop_signal() -> Iterator[Stop]:
     """SIGINT and SIGTERM end the run after the present step, with a checkpoint; a second one ends it at once."""
-    stop = Stop()
+    global _present
+    stop = _present = Stop()
     asked_at = 0.0
 
     def on_signal(number: int, _frame: object) -> None:
@@ -37,10 +52,11 @@ def stop_signal() -> Iterator[Stop]:
 
     try:
         previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: whoever runs us there handles signals
+    except ValueError:  # not the main thread: whoever runs us there handles signals, and may `ask_to_stop`
         previous = {}
     try:
         yield stop
     finally:
+        _present = None
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -29,6 +29,8 @@ PEER_LOST = (
 )
 _store: Any = None  # the launcher's key-value store, which outlives a rank that ends
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+LAUNCHER = "MILES_K3_LAUNCHER"  # what started the ranks, where it was not torchrun
+TORCHRUN = "torchrun"
 
 
 class PeerLostError(LaunchError):
@@ -37,7 +39,7 @@ class PeerLostError(LaunchError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Rank `rank` of `size` processes; `local_rank` of `local_size` on this host.
+    """Rank `rank` of `size` processes; `local_rank` of `local_size` on this host; `launcher` started them.
 
     The verbs but `share` are collective: every rank calls the same ones in the same order. They raise PeerLostError
     when another rank has ended.
@@ -47,6 +49,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    launcher: str = TORCHRUN
 
     @property
     def first(self) -> bool:
@@ -184,8 +187,9 @@ def _exchange(call: Callable[[], None]) -> None:
 def world_of(environ: Mapping[str, str] = os.environ) -> World:
     """What the launcher's variables say. Raises LaunchError when they are incomplete or contradict one another."""
     given = {name: environ[name] for name in _NAMES if name in environ}
+    launcher = environ.get(LAUNCHER, TORCHRUN)
     if not given or given.get("WORLD_SIZE") == "1":
-        return World()
+        return World(launcher=launcher)
     try:
         rank, size, local = (int(given[name]) for name in _NAMES)
         local_size = int(environ.get("LOCAL_WORLD_SIZE", size))  # torchrun says it; `join_world` counts otherwise
@@ -196,7 +200,7 @@ def world_of(environ: Mapping[str, str] = os.environ) -> World:
         ) from None
     if not 0 <= rank < size:
         raise LaunchError(f"RANK is {rank} of WORLD_SIZE {size}; start with torchrun, which numbers the processes")
-    return World(rank=rank, size=size, local_rank=local, local_size=local_size)
+    return World(rank=rank, size=size, local_rank=local, local_size=local_size, launcher=launcher)
 
 
 def join_world(environ: Mapping[str, str] = os.environ) -> World:

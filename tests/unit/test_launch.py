@@ -104,6 +104,7 @@ def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_how_a_run_is_started() -> None:
     assert train_command("r.yaml", 1) == "miles-k3 train r.yaml"
     assert train_command("r.yaml", 4) == "torchrun --nproc-per-node 4 -m miles_k3 train r.yaml"
+    assert train_command("r", 16, 8, "ray") == "miles-k3 launch r"
     assert train_command("r", 16, 8) == "torchrun --nnodes 2 --nproc-per-node 8 -m miles_k3 train r"
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from miles_k3 import stop
-from miles_k3.stop import stop_signal
+from miles_k3.stop import ask_to_stop, stop_signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -32,3 +33,12 @@ def test_a_signal_that_comes_twice_at_once_is_one_request(monkeypatch: pytest.Mo
         monkeypatch.setattr(stop.time, "monotonic", lambda: later)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_outside_the_main_thread_can_be_asked() -> None:
+    assert not ask_to_stop(signal.SIGTERM), "no run is on"
+    with ThreadPoolExecutor() as pool, stop_signal() as stop:
+        assert pool.submit(ask_to_stop, signal.SIGTERM).result()
+        ask_to_stop(signal.SIGINT)
+        assert stop.signal is signal.SIGTERM, "the first one counts"
+    assert not ask_to_stop(signal.SIGTERM)

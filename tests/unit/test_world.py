@@ -54,6 +54,7 @@ def test_shares_are_a_partition_in_order_and_even(count: int, size: int) -> None
         ({"WORLD_SIZE": "1"}, World()),
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
          World(rank=3, size=4, local_rank=1, local_size=2)),
+        ({"WORLD_SIZE": "1", "MILES_K3_LAUNCHER": "ray"}, World(launcher="ray")),
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}, World(rank=3, size=4, local_rank=3, local_size=4)),
     ],
 )  # fmt: skip

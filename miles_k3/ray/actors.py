@@ -1,0 +1,240 @@
+"""What runs in a cluster's processes: a rank of the trainer, and the engine that it samples from.
+
+A rank makes its engine, in its own bundle and so on its own device, and the engine ends with it. Torch is imported
+only after the environment is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from miles_k3.config import Recipe
+from miles_k3.errors import LaunchError, TransportError
+from miles_k3.ray.remote_engine import EngineGoneError, RemoteEngine
+from miles_k3.types import AdapterUpdate, Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from miles_k3.loop import RunResult
+    from miles_k3.rollout.embedded.engine import EmbeddedEngine
+    from miles_k3.world import World
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.5  # of a bundle's devices: the rank has one half, its engine the other
+MANY = 100_000  # requests at once; the engine itself decides how many run
+REPLY_S = 10.0  # for the end of a process to become known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where an actor landed. `devices` are the GPUs it was given, as the host numbers them."""
+
+    node: str
+    address: str
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a process of the run has to know. `environment`: None removes a variable; `folder` is the working one;
+    `bundle` is the rank's, and `share` what its engine has of it."""
+
+    recipe: Recipe
+    resume: bool
+    debug: bool
+    environment: Mapping[str, str | None]
+    folder: Path
+    bundle: int
+    share: Mapping[str, float]
+
+
+def settle_in(order: Order) -> World:
+    """Make this process the one that the order describes; its place among the ranks."""
+    for name, value in order.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if not order.folder.is_dir():
+        raise LaunchError(
+            f"{order.folder}, where the run was launched, does not exist on {ray.util.get_node_ip_address()}; every "
+            "node must see the run's folder and the model under the same paths"
+        )
+    os.chdir(order.folder)
+    from miles_k3.logs import set_up_logging
+    from miles_k3.world import world_of
+
+    world = world_of()
+    set_up_logging(debug=order.debug, rank=world.rank)
+    return world
+
+
+class RankActor:
+    """One rank of the trainer: the run that `miles-k3 train` makes, with its engine in another process."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __repr__(self) -> str:  # Ray puts it before each line of this process
+        return f"rank {self._rank}"
+
+    def place(self) -> Place:
+        return Place(
+            node=ray.get_runtime_context().get_node_id(), address=ray.util.get_node_ip_address(),
+            devices=tuple(int(gpu) for gpu in ray.get_gpu_ids()),
+        )  # fmt: skip
+
+    def run(self, order: Order) -> RunResult:
+        """Train; whatever ends it early is raised. Collective."""
+        settle_in(order)
+        name, cluster = f"the engine of rank {self._rank}", order.recipe.cluster
+        engine = RemoteEngine(
+            lambda: RayEngineProcess(order, name, cluster.engine_timeout_s), name=name,
+            restarts=cluster.engine_restarts, timeout_s=cluster.engine_timeout_s,
+        )  # fmt: skip
+        try:
+            from miles_k3.loop import run_training
+            from miles_k3.run_folder import RunFolder
+            from miles_k3.world import join_world
+
+            world = join_world()
+            with RunFolder.create(order.recipe, resume=order.resume, world=world) as run:
+                return run_training(order.recipe, run, resume=order.resume, new_engine=lambda *_: engine.ready())
+        finally:
+            engine.close()
+
+    def stop(self, number: int) -> bool:
+        """Ask the run for its end, as a signal would. False where it has not begun yet."""
+        from miles_k3.stop import ask_to_stop
+
+        return ask_to_stop(signal.Signals(number))
+
+
+class EngineActor:
+    """The embedded engine, alone in its process. All but the receiving of an adapter runs on the actor's event loop."""
+
+    def __init__(self, order: Order, name: str) -> None:
+        self._order, self._name = order, name
+        self._engine: EmbeddedEngine  # from `start` on
+
+    def __repr__(self) -> str:
+        return self._name
+
+    async def start(self) -> None:
+        """Load the model. Raises what is wrong with it."""
+        world = settle_in(self._order)
+        from miles_k3.assemble import load_engine
+
+        self._engine = load_engine(self._order.recipe, world)
+
+    async def generate(
+        self, token_ids: tuple[int, ...], params: SamplingParams, request_id: str, version: int
+    ) -> Completion:
+        return await self._engine.generate(token_ids, params, request_id=request_id, adapter_version=version)
+
+    async def score(self, sequences: list[tuple[int, ...]], temperature: float) -> list[Any]:
+        return self._engine.score(sequences, temperature=temperature)
+
+    async def abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+
+    async def load_adapter(self, address: str, source: str) -> int:
+        """Fetch what `source` offers, while requests go on, and load it; the version served then."""
+        from miles_k3.adapters.transport.local import fetch
+
+        update = await asyncio.to_thread(fetch, address, source=source)
+        self._engine.load_adapter(update)
+        return self._engine.adapter_version
+
+    async def sleep(self) -> None:
+        self._engine.sleep()
+
+    async def wake(self) -> None:
+        self._engine.wake()
+
+    async def stats(self) -> dict[str, float]:
+        return dict(self._engine.stats())
+
+
+class RayEngineProcess:
+    """Implements `EngineProcess`: an EngineActor in the bundle of the rank that makes it."""
+
+    def __init__(self, order: Order, name: str, timeout_s: float) -> None:
+        self._name, self._timeout_s = name, timeout_s
+        group = ray.util.get_current_placement_group()
+        assert group is not None, "a rank is in its run's placement group"
+        bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=order.bundle)
+        make = ray.remote(EngineActor).options(
+            num_cpus=order.share["CPU"], num_gpus=order.share.get("GPU", 0), scheduling_strategy=bundle,
+            max_concurrency=MANY, max_restarts=0,
+        )  # fmt: skip
+        self._actor: Any = make.remote(order, name)
+
+    def call(self, verb: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        try:
+            return ray.get(self._ask(verb, *arguments), timeout=timeout_s)
+        except GetTimeoutError:
+            raise TimeoutError from None
+        except RayError as error:
+            raise _told(error) from error
+
+    async def acall(self, verb: str, *arguments: Any) -> Any:
+        try:
+            return await self._ask(verb, *arguments)
+        except RayError as error:
+            raise _told(error) from error
+
+    def tell(self, verb: str, *arguments: Any) -> None:
+        self._ask(verb, *arguments)
+
+    def load(self, update: AdapterUpdate) -> int:
+        from miles_k3.adapters.transport.local import Offer
+
+        with Offer(update, to=self._name, timeout_s=self._timeout_s) as offer:
+            loading = self._ask("load_adapter", offer.address, f"the rank of {self._name}")
+            loading.future().add_done_callback(lambda _: offer.withdraw())  # it has ended, or does not want it
+            try:
+                offer.serve()
+            except TransportError:
+                done, _ = ray.wait([loading], timeout=REPLY_S)
+                if not done:
+                    self.end()
+                    raise EngineGoneError("it neither took its adapter nor said why, and was ended") from None
+        try:
+            return ray.get(loading, timeout=self._timeout_s)
+        except GetTimeoutError:
+            self.end()
+            raise EngineGoneError(f"it did not load its adapter in {self._timeout_s:g} s and was ended") from None
+        except RayError as error:
+            raise _told(error) from error
+
+    def end(self) -> None:
+        ray.kill(self._actor)
+
+    def _ask(self, verb: str, *arguments: Any) -> Any:
+        return getattr(self._actor, verb).remote(*arguments)
+
+
+def _told(error: RayError) -> Exception:
+    """The far end's own error, or what its end was."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        return error.cause
+    return EngineGoneError(end_of_process(error))
+
+
+def end_of_process(error: RayError) -> str:
+    """Ray's page about the end of a process, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
+    return (told or lines or [type(error).__name__])[0]
