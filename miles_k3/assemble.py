@@ -118,7 +118,8 @@ def make_engine(recipe: Recipe, model: Model) -> EmbeddedEngine:
             max_lora_rank=rollout.max_lora_rank, max_running=rollout.max_running, page_size=rollout.page_size,
             num_pages=rollout.num_pages, prefill_chunk_tokens=rollout.prefill_chunk_tokens, max_sequence_tokens=longest,
             prefix_cache=rollout.prefix_cache, cache_slots=rollout.cache_slots,
-            cache_min_tokens=rollout.cache_min_tokens, reserve_tokens=rollout.reserve_tokens,
+            cache_pool=rollout.cache_pool, cache_min_tokens=rollout.cache_min_tokens,
+            track_interval=rollout.track_interval, reserve_tokens=rollout.reserve_tokens, overlap=rollout.overlap,
         )  # fmt: skip
     except (MemoryError, OverflowError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not re.search("alloc|memory|overflow", str(e)):

@@ -124,12 +124,28 @@ class RolloutSection(Section):
         default=None, ge=0,
         description="Answer tokens that a request gets pages for at first, growing later; null: all of them.",
     )  # fmt: skip
-    prefill_chunk_tokens: PositiveInt = Field(default=4096, description="Prompt tokens computed per engine step.")
+    preempt_groups: bool = Field(
+        default=False, description="Whether samples of a group may be retracted to make room; reserve_tokens needs it."
+    )
+    prefill_chunk_tokens: PositiveInt = Field(
+        default=4096,
+        description="Tokens computed per engine step: one of each decoding request, the rest of prompts.",
+    )
     prefix_cache: Literal["radix", "paged", "off"] = Field(
         default="radix", description="Policy of what prompts take over from earlier requests; off: nothing."
     )
     cache_slots: int = Field(
         default=0, ge=0, description="State slots for checkpoints beside max_running; 0 takes a quarter of max_running."
+    )
+    cache_pool: Literal["unified", "split"] = Field(
+        default="unified", description="One memory for states and KV pages, or one of each kind."
+    )
+    track_interval: int = Field(
+        default=1024, ge=0,
+        description="Tokens between state snapshots inside long prompts and answers; 0 takes none.",
+    )  # fmt: skip
+    overlap: bool | None = Field(
+        default=None, description="Plan and queue a step while the one before runs; null does so on CUDA."
     )
     cache_min_tokens: PositiveInt = Field(
         default=64,
@@ -327,6 +343,11 @@ class Recipe(Section):
                 "more, or lower one of the others"
             )
         problems += [*self._idle_clipping(), *self._engine_span()]
+        if self.rollout.reserve_tokens is not None and not self.rollout.preempt_groups:
+            problems.append(
+                f"rollout.reserve_tokens is {self.rollout.reserve_tokens}, but samples of a group hold memory "
+                "for their whole length while rollout.preempt_groups is false; set that to true, or this to null"
+            )
         num_pages, page_size = self.rollout.num_pages, self.rollout.page_size
         if 0 < num_pages * page_size < longest:
             problems.append(

@@ -61,7 +61,7 @@ def sample_share(recipe: Recipe, parts: Parts, prompts: Sequence[Prompt], step: 
         parts.engine, prompts[mine.start : mine.stop], first=mine.start, group_size=recipe.rollout.group_size,
         sampling=recipe.rollout.sampling, stop_token_ids=[parts.model.config.eos_token_id], seed=recipe.run.seed,
         step=step, grader=tail, mask_truncated=recipe.algorithm.mask_truncated,
-        return_routed_experts=recipe.algorithm.routing_replay,
+        return_routed_experts=recipe.algorithm.routing_replay, protected=not recipe.rollout.preempt_groups,
     ))  # fmt: skip
     return Share(
         prompts=tuple(prompt.id for prompt in prompts),

@@ -107,7 +107,7 @@ def make_server(engine: EmbeddedEngine, tokenizer: object, options: ServerOption
         max_sequence_tokens=engine.max_sequence_tokens,
         backend=backend,
         chat=Chat(tokenizer),
-        gate=Gate(max_running=engine.scheduler.max_running, max_queue=options.max_queue),
+        gate=Gate(max_running=engine.max_running, max_queue=options.max_queue),
         adapters=Adapters(backend, engine.config, names, options.adapter_root),
         metrics=metrics,
     )

@@ -25,9 +25,11 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature` 0 means greedy; log-probabilities are those of the processed distribution.
+    """How a request's tokens are drawn, and its place among others.
 
-    `seed` fixes the draw of every position of the request, whatever else shares its batch.
+    `temperature` 0 means greedy; log-probabilities are those of the processed distribution. `seed` fixes the draw of
+    every position of the request, whatever else shares its batch. Requests of higher `priority` run first; `protected`
+    ones have memory for their whole length from the start, and are never preempted.
     """
 
     temperature: float = 1.0
@@ -38,6 +40,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int = 0
     return_routed_experts: bool = False
+    priority: int = 0
+    protected: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

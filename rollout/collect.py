@@ -93,16 +93,18 @@ async def collect(
     grader: AnswerGrader,
     mask_truncated: bool,
     return_routed_experts: bool = False,
+    protected: bool = False,
     progress: Progress | None = None,
 ) -> list[Group]:
     """`group_size` graded samples of each prompt; groups in prompt order, samples in index order.
 
     `first` is the harvest's index of the first prompt here, where these are a share of it. An answer with
     FinishReason.ERROR or ABORT stays in its group with reward 0 and no loss tokens. With `mask_truncated`, so does the
-    loss mask of answers cut by length, which keep their reward. `progress(done, total)` follows each graded answer. An
-    error of engine or grader, and cancellation, abort all requests and propagate.
+    loss mask of answers cut by length, which keep their reward. `protected` requests are never preempted.
+    `progress(done, total)` follows each graded answer. An error of engine or grader, and cancellation, abort all
+    requests and propagate.
     """
-    base = _params(sampling, sampling.temperature, stop_token_ids, return_routed_experts)
+    base = _params(sampling, sampling.temperature, stop_token_ids, return_routed_experts, protected)
     requests = [
         _Request(prompt=prompt, key=("rollout", seed, step, i, j))
         for i, prompt in enumerate(prompts, first)
@@ -131,7 +133,7 @@ async def evaluate(
 
     `first` is the evaluation's index of the first prompt here. `eval_result` makes the numbers of all answers.
     """
-    base = _params(sampling, temperature, stop_token_ids, False)
+    base = _params(sampling, temperature, stop_token_ids, False, False)
     requests = [_Request(prompt=prompt, key=("eval", seed, i)) for i, prompt in enumerate(prompts, first)]
     samples = await _run(engine, requests, base, grader, mask_truncated=False, progress=progress)
     return [
@@ -177,7 +179,7 @@ class _Request:
 
 
 def _params(
-    sampling: Sampling, temperature: float, stop_token_ids: Sequence[int], return_routed_experts: bool
+    sampling: Sampling, temperature: float, stop_token_ids: Sequence[int], return_routed_experts: bool, protected: bool
 ) -> Callable[[int], SamplingParams]:
     """seed -> the parameters of one request."""
 
@@ -191,6 +193,7 @@ def _params(
             stop=tuple(sampling.stop),
             seed=seed,
             return_routed_experts=return_routed_experts,
+            protected=protected,
         )
 
     return with_seed

@@ -31,11 +31,11 @@ def state_marks(start: int, total: int, *, block: int, unit: int = 1, fork: int 
                 interval: int | None = None) -> list[int]:  # fmt: skip
     """Positions at which a prefill of `total` tokens should leave a checkpoint, ascending, beyond `start`.
 
-    The fork that the match reported; every `interval` tokens, on block boundaries; and the last multiples of `block`
-    and of `unit` (the spacing that the policy keeps states at) before the last token. Not at the end itself: whoever
-    repeats the prompt must compute one token, so a state after the last one is of no use to it.
+    The fork that the match reported; every `interval` tokens, on block boundaries; and, where the policy keeps states
+    at multiples of `unit` only, the last multiples of `block` and `unit` before the last token. A policy that keeps
+    them anywhere gets the state of the end itself, which is no stop.
     """
-    found = {(total - 1) // block * block, (total - 1) // unit * unit}
+    found = {(total - 1) // block * block, (total - 1) // unit * unit} if unit > 1 else set()
     if fork is not None:
         found.add(fork)
     if interval is not None:

@@ -30,6 +30,10 @@ class CacheError(AssertionError):
     """A lease released twice, a page handed over twice, a lock below zero: a bug, never a user's mistake."""
 
 
+class PoolError(AssertionError):
+    """A page or slot was taken beyond the pool, leaked, or used while the memory sleeps: a bug as well."""
+
+
 class Memory(Protocol):
     """Where a cache gives back what it held. Ids are the pools' own; the cache looks at no byte behind them."""
 

@@ -6,8 +6,8 @@ builds a batch. Ids stay valid for as long as a block is held; its row, the plac
 
 One step of the engine:
     take_*, give_*, policy calls     the books; at any time, also while the last step still runs on the device
+    copy_slots, copy_pages           restore checkpoints into working slots, take snapshots, copy tail pages
     flush()                          moves, then zeroes, in stream order
-    copy_slots, copy_pages           restore checkpoints into working slots, copy tail pages
     with forward():                  slot_rows, page_rows -> index tensors -> kernels; nothing moves in here
 """
 
@@ -45,6 +45,10 @@ class BlockPool(ABC):
     @abstractmethod
     def fits(self, *, slots: int = 0, pages: int = 0) -> bool:
         """Whether so many of both can be taken now, together."""
+
+    @abstractmethod
+    def could_fit(self, *, slots: int = 0, pages: int = 0) -> bool:
+        """Whether so many of both could be taken if nothing else were."""
 
     @abstractmethod
     def lacking(self, *, slots: int = 0, pages: int = 0) -> tuple[int, int]:

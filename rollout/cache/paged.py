@@ -140,21 +140,19 @@ class PagedCache:
             raise CacheError(f"pages {list(pages[: len(kept)])} in place of the leased {kept}")
         doubles = []
         for i in range(len(kept), len(pages)):
-            block = self._full_block(lease, key[i * self._stride : (i + 1) * self._stride], pages[i])
-            if block.page != pages[i]:
-                doubles.append(pages[i])
+            tokens = key[i * self._stride : (i + 1) * self._stride]
+            parent = lease.blocks[-1] if lease.blocks else None
+            digest = self._digest_after(lease, parent, tokens)
+            block = self._store.find(digest, lease.version, parent, tokens)
+            if block is None:
+                block = self._store.add(Block(lease.version, parent, tokens, digest, pages[i]))
+            else:
+                doubles.append(pages[i])  # also where it is the cached one, held once more for the cache
             self._store.pin(block)
             lease.blocks.append(block)
             kept.append(block.page)
         self._give(Given(pages=doubles))
         return kept
-
-    def _full_block(self, lease: PagedLease, tokens: bytes, page: int) -> Block:
-        """The lease's next block: the cached one, or a new one of `page`."""
-        parent = lease.blocks[-1] if lease.blocks else None
-        digest = self._digest_after(lease, parent, tokens)
-        found = self._store.find(digest, lease.version, parent, tokens)
-        return found or self._store.add(Block(lease.version, parent, tokens, digest, page))
 
     def _digest_after(self, lease: PagedLease, parent: Block | None, tokens: bytes) -> bytes:
         return self._store.chain(parent.digest if parent else self._store.seed(lease.version), tokens)[-1]

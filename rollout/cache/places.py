@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from miles_k3.rollout.cache.blocks import Kind, Ledger
-from miles_k3.rollout.cache.pools import PoolError
+from miles_k3.rollout.cache.contract import PoolError
 
 _HOLE = -1
 

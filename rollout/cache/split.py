@@ -5,6 +5,7 @@ An id is a row and never moves. What one kind doesn't use, the other can't have.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,29 +14,25 @@ from torch import Tensor
 
 from miles_k3.errors import EngineError
 from miles_k3.rollout.cache.blocks import Kind, Ledger
+from miles_k3.rollout.cache.contract import PoolError
 from miles_k3.rollout.cache.device import put
 from miles_k3.rollout.cache.layout import Layout
 from miles_k3.rollout.cache.memory import BlockPool
-from miles_k3.rollout.cache.pools import LatentPages, PoolError, StateSlots
 
 
 class SplitPool(BlockPool):
-    """`StateSlots` and `LatentPages` under the interface of both pools; they must not be used by others as well."""
+    """`num_slots` and `num_pages`, and one padding block of each kind beside them. Lowest ids are taken first."""
 
-    def __init__(self, slots: StateSlots, pages: LatentPages) -> None:
-        super().__init__(
-            {
-                Kind.SLOT: Ledger(Kind.SLOT, slots.num_slots + 1),
-                Kind.PAGE: Ledger(Kind.PAGE, pages.num_pages + 1),
-            }
-        )
-        self._slots, self._pages = slots, pages
-        self.page_size, self.device = pages.page_size, slots.device
-        self.block_bytes = {
-            Kind.SLOT: slots.num_bytes // (slots.num_slots + 1),
-            Kind.PAGE: pages.num_bytes // (pages.num_pages + 1),
-        }
-        self._num_bytes = slots.num_bytes + pages.num_bytes
+    def __init__(self, layout: Layout, num_slots: int, num_pages: int, device: torch.device) -> None:
+        if num_slots < 1 or num_pages < 1:
+            raise EngineError(f"a cache of {num_slots} slots and {num_pages} pages; expected at least one of each")
+        self.layout, self.device, self.page_size = layout, device, layout.page_size
+        self.block_bytes = {Kind.SLOT: layout.slot_bytes, Kind.PAGE: layout.page_bytes}
+        self._counts = {Kind.SLOT: num_slots, Kind.PAGE: num_pages}
+        self._free = {kind: list(range(1, count + 1)) for kind, count in self._counts.items()}
+        self._tensors: tuple[Tensor, Tensor, Tensor] | None = None
+        super().__init__({kind: Ledger(kind, count + 1) for kind, count in self._counts.items()})
+        self.wake()
 
     @classmethod
     def of_budget(cls, layout: Layout, num_bytes: int, slot_share: float, device: torch.device) -> SplitPool:
@@ -45,66 +42,67 @@ class SplitPool(BlockPool):
         if num_slots < 1 or num_pages < 1:
             counts = f"{max(0, num_slots)} slots and {max(0, num_pages)} pages"
             raise EngineError(f"a cache of {num_bytes} bytes, {slot_share:.0%} for slots, holds {counts}")
-        slots = StateSlots(
-            num_layers=layout.kda_layers, num_slots=num_slots, heads=layout.heads, head_dim=layout.head_dim,
-            conv_width=layout.conv_width, dtype=layout.dtype, device=device,
-        )  # fmt: skip
-        pages = LatentPages(
-            num_layers=layout.mla_layers, num_pages=num_pages, page_size=layout.page_size, width=layout.width,
-            num_owners=0, max_pages_per_owner=0, dtype=layout.dtype, device=device,
-        )  # fmt: skip
-        return cls(slots, pages)
+        return cls(layout, num_slots, num_pages, device)
 
     # --- books --------------------------------------------------------------------------------------------------
     def fits(self, *, slots: int = 0, pages: int = 0) -> bool:
-        return slots <= self._slots.num_free and pages <= self._pages.num_free
+        return slots <= self.num_free(Kind.SLOT) and pages <= self.num_free(Kind.PAGE)
+
+    def could_fit(self, *, slots: int = 0, pages: int = 0) -> bool:
+        return slots <= self._counts[Kind.SLOT] and pages <= self._counts[Kind.PAGE]
 
     def lacking(self, *, slots: int = 0, pages: int = 0) -> tuple[int, int]:
-        return max(0, slots - self._slots.num_free), max(0, pages - self._pages.num_free)
+        return max(0, slots - self.num_free(Kind.SLOT)), max(0, pages - self.num_free(Kind.PAGE))
 
     def num_free(self, kind: Kind) -> int:
-        return self._slots.num_free if kind is Kind.SLOT else self._pages.num_free
+        return len(self._free[kind])
 
     def _take(self, kind: Kind, count: int) -> list[int]:
-        if kind is Kind.SLOT:
-            blocks = [self._slots.take_slot() for _ in range(count)]
-        else:
-            blocks = self._pages.take_pages(count)
+        free = self._free[kind]
+        if count > len(free):
+            raise PoolError(f"{count} {kind}s taken, {len(free)} of {self._counts[kind]} are free")
+        blocks = [heapq.heappop(free) for _ in range(count)]
         for block in blocks:
             self.ledgers[kind].take(block)
         return blocks
 
     def _freed(self, kind: Kind, block: int) -> None:
-        if kind is Kind.SLOT:
-            self._slots.give_slots([block])
-        else:
-            self._pages.give_pages([block])
+        heapq.heappush(self._free[kind], block)
 
     @property
     def num_bytes(self) -> int:
-        return self._num_bytes
+        return sum((count + 1) * self.block_bytes[kind] for kind, count in self._counts.items())
 
     @property
     def free_bytes(self) -> int:
         return sum(self.num_free(kind) * self.block_bytes[kind] for kind in Kind)
 
     def check(self) -> None:
-        for kind, total in ((Kind.SLOT, self._slots.num_slots), (Kind.PAGE, self._pages.num_pages)):
+        for kind, total in self._counts.items():
             if self.num_free(kind) + self.ledgers[kind].num_held != total:
                 raise PoolError(f"{total} {kind}s: {self.num_free(kind)} free, {self.ledgers[kind].num_held} held")
 
     # --- bytes --------------------------------------------------------------------------------------------------
     @property
+    def _awake(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._tensors is None:
+            raise PoolError("the cache sleeps; wake the engine first")
+        return self._tensors
+
+    @property
     def states(self) -> Tensor:
-        return self._slots.states
+        return self._awake[0]
 
     @property
     def windows(self) -> Tensor:
-        return self._slots.windows
+        return self._awake[1]
 
     @property
     def kv(self) -> Tensor:
-        return self._pages.kv
+        return self._awake[2]
+
+    def _parts(self, kind: Kind) -> tuple[Tensor, ...]:
+        return self._awake[:2] if kind is Kind.SLOT else self._awake[2:]
 
     def _rows(self, kind: Kind, blocks: np.ndarray) -> np.ndarray:
         return blocks.copy()
@@ -114,17 +112,27 @@ class SplitPool(BlockPool):
 
     def _zero(self, kind: Kind, blocks: Sequence[int]) -> None:
         rows = put(blocks, self.device)
-        for part in (self.states, self.windows) if kind is Kind.SLOT else (self.kv,):
+        for part in self._parts(kind):
             part.index_fill_(1, rows, 0.0)
 
     def _copy(self, kind: Kind, sources: np.ndarray, targets: np.ndarray) -> None:
-        (self._slots if kind is Kind.SLOT else self._pages).copy(sources.tolist(), targets.tolist())
+        source, target = (put(torch.from_numpy(rows), self.device) for rows in (sources, targets))
+        for part in self._parts(kind):
+            part.index_copy_(1, target, part.index_select(1, source))
 
     # --- sleep --------------------------------------------------------------------------------------------------
     def _sleep(self) -> None:
-        self._slots.sleep()
-        self._pages.sleep()
+        self._tensors = None
 
     def wake(self) -> None:
-        self._slots.wake()
-        self._pages.wake()
+        if self._tensors is not None:
+            return
+        at, slots, pages = self.layout, self._counts[Kind.SLOT] + 1, self._counts[Kind.PAGE] + 1
+        n, d = at.heads, at.head_dim
+        shapes = (
+            ((at.kda_layers, slots, n, d, d), torch.float32),
+            ((at.kda_layers, slots, at.conv_width - 1, 3 * n * d), at.dtype),
+            ((at.mla_layers, pages, at.page_size, at.width), at.dtype),
+        )
+        states, windows, kv = (torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
+        self._tensors = states, windows, kv

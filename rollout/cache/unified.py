@@ -20,17 +20,23 @@ from torch import Tensor
 
 from miles_k3.errors import EngineError
 from miles_k3.rollout.cache.blocks import Kind
+from miles_k3.rollout.cache.contract import PoolError
 from miles_k3.rollout.cache.device import put
 from miles_k3.rollout.cache.layout import ALIGN_BYTES, Layout, Views
 from miles_k3.rollout.cache.memory import BlockPool
 from miles_k3.rollout.cache.places import Places
-from miles_k3.rollout.cache.pools import PoolError
 
 COPY_BYTES = 64 << 20  # held beside the pool while blocks are copied; at least one block
 
 
 class UnifiedPool(BlockPool):
     """`num_bytes` on `device`, of which one slot and one page are padding blocks."""
+
+    @classmethod
+    def holding(cls, layout: Layout, num_slots: int, num_pages: int, device: torch.device) -> UnifiedPool:
+        """Of the bytes that so many slots and pages take together."""
+        num_bytes = (num_slots + 1) * layout.slot_bytes + (num_pages + 1) * layout.page_bytes
+        return cls(layout, -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES, device)
 
     def __init__(self, layout: Layout, num_bytes: int, device: torch.device) -> None:
         usable = num_bytes // ALIGN_BYTES * ALIGN_BYTES
@@ -50,6 +56,10 @@ class UnifiedPool(BlockPool):
     # --- books --------------------------------------------------------------------------------------------------
     def fits(self, *, slots: int = 0, pages: int = 0) -> bool:
         return self.places.fits(slots=slots, pages=pages)
+
+    def could_fit(self, *, slots: int = 0, pages: int = 0) -> bool:
+        padded = (slots + 1) * self.layout.slot_bytes + (pages + 1) * self.layout.page_bytes
+        return padded <= self.places.num_bytes
 
     def lacking(self, *, slots: int = 0, pages: int = 0) -> tuple[int, int]:
         if self.fits(slots=slots, pages=pages):

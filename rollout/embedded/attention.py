@@ -1,7 +1,7 @@
-"""The two attention layers against the caches: chunks of prompts (packed) and single tokens (decode).
+"""The two attention layers against the caches: single tokens (decode) and chunks of prompts (packed), in one stream.
 
-Shapes: T tokens, B requests (T = B in decode), H hidden, N heads, K and V channels, D three times the KDA width,
-C cached latent, Q query channels, S context rows.
+Shapes: T tokens (of the whole step, or of the part that a method is given), B requests, H hidden, N heads, K and V
+channels, D three times the KDA width, C cached latent, Q query channels, S context rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from miles_k3.k3.ops.decode import kda_step_, mla_step, rms_norm, short_conv_ste
 from miles_k3.k3.ops.kda import kda_chunk, kda_gate
 from miles_k3.k3.ops.mla import mla_chunk, mla_expanded
 from miles_k3.k3.ops.short_conv import next_window, short_conv
+from miles_k3.rollout.cache.memory import BlockPool
 from miles_k3.rollout.embedded.batch import Bucket, ChunkBatch, DecodeBatch, StepBatch
 from miles_k3.rollout.embedded.lora import StepAdapters
 from miles_k3.rollout.embedded.weights import KdaWeights, MlaWeights
@@ -36,10 +37,12 @@ class KdaLayer:
             torch.mm(x_TH, weight_t, out=part_TD)
         f_TNK = ((x_TH @ w.f_a_t) @ w.f_b_t).view(-1, self.heads, self.head_dim)
         beta_TN = (x_TH @ w.beta_t).float().sigmoid_()
-        if isinstance(batch, DecodeBatch):
-            o_TNV = self._step(raw_TD, f_TNK, beta_TN, batch)
-        else:
-            o_TNV = self._chunk(raw_TD, f_TNK, beta_TN, batch)
+        parts, n = [], batch.num_decodes
+        if batch.decode is not None and batch.pool is not None:
+            parts.append(self._step(raw_TD[:n], f_TNK[:n], beta_TN[:n], batch.decode, batch.pool))
+        if batch.chunks is not None:
+            parts.append(self._chunk(raw_TD[n:], f_TNK[n:], beta_TN[n:], batch.chunks, batch.pool))
+        o_TNV = joined(parts)
         gate_TD = (x_TH @ w.gate_t).float().sigmoid_()
         o_TD = rms_norm(o_TNV, w.o_norm_V, self.eps).view(gate_TD.shape).mul_(gate_TD).to(x_TH.dtype)
         return adapters.add_(o_TD @ w.out_t, o_TD, self.layer, OUT)
@@ -48,35 +51,36 @@ class KdaLayer:
         q, k, v = y_TD.view(-1, 3, self.heads, self.head_dim).unbind(1)
         return q, k, v
 
-    def _step(self, raw_TD: Tensor, f_TNK: Tensor, beta_TN: Tensor, batch: DecodeBatch) -> Tensor:
-        """One token a request. States of consecutive slots change in place; others are gathered and put back."""
-        at = batch.cache
-        states, windows = at.slots.states[self.index], at.slots.windows[self.index]
-        if at.slot_range:
-            state, window = states[slice(*at.slot_range)], windows[slice(*at.slot_range)]
+    def _step(self, raw_TD: Tensor, f_TNK: Tensor, beta_TN: Tensor, batch: DecodeBatch, pool: BlockPool) -> Tensor:
+        """One token a request. States of consecutive rows change in place; others are gathered and put back."""
+        at, states, windows = batch.states, pool.states[self.index], pool.windows[self.index]
+        if at.span:
+            state, window = states[at.span], windows[at.span]
         else:
-            state, window = states.index_select(0, at.slots_B), windows.index_select(0, at.slots_B)
+            state, window = states.index_select(0, at.rows_B), windows.index_select(0, at.rows_B)
         q, k, v = self._split(short_conv_step_(raw_TD, self.w.conv_D1W, window))
         g = torch.addcmul(self.w.rate_dt_NK, f_TNK.float(), self.w.rate_NK).sigmoid_().mul_(self.bound)
         o_TNV = kda_step_(q, k, v, g, beta_TN, state)
-        if not at.slot_range:
-            states.index_copy_(0, at.slots_B, state)
-            windows.index_copy_(0, at.slots_B, window)
+        if not at.span:
+            states.index_copy_(0, at.rows_B, state)
+            windows.index_copy_(0, at.rows_B, window)
         return o_TNV
 
-    def _chunk(self, raw_TD: Tensor, f_TNK: Tensor, beta_TN: Tensor, batch: ChunkBatch) -> Tensor:
+    def _chunk(
+        self, raw_TD: Tensor, f_TNK: Tensor, beta_TN: Tensor, batch: ChunkBatch, pool: BlockPool | None
+    ) -> Tensor:
         """Chunks of prompts, from the cached state where there is context."""
-        at, state, window = batch.cache, None, None
-        if at is not None and batch.has_context:
-            state = at.slots.states[self.index].index_select(0, at.slots_B)
-            window = at.slots.windows[self.index].index_select(0, at.slots_B)
+        at, state, window = batch.states, None, None
+        if pool is not None and at is not None and batch.has_context:
+            state = pool.states[self.index].index_select(0, at.rows_B)
+            window = pool.windows[self.index].index_select(0, at.rows_B)
         q, k, v = self._split(short_conv(raw_TD, self.w.conv_D1W, batch.packed, window))
         g = kda_gate(f_TNK, self.w.a_log_N, self.w.dt_bias_NK, self.bound)
         o_TNV, state = kda_chunk(q, k, v, g, beta_TN, batch.packed, state, batch.chunks)
-        if at is not None:
+        if pool is not None and at is not None:
             window = next_window(raw_TD, batch.packed, self.w.conv_D1W.shape[-1], window)
-            at.slots.states[self.index].index_copy_(0, at.slots_B, state)
-            at.slots.windows[self.index].index_copy_(0, at.slots_B, window)
+            pool.states[self.index].index_copy_(0, at.rows_B, state)
+            pool.windows[self.index].index_copy_(0, at.rows_B, window)
         return o_TNV
 
 
@@ -89,38 +93,42 @@ class MlaLayer:
         self.latent, self.eps = config.kv_lora_rank, config.mla_latent_norm_eps
 
     def __call__(self, x_TH: Tensor, batch: StepBatch, adapters: StepAdapters) -> Tensor:
-        w, at = self.w, batch.cache
+        w = self.w
         q = adapters.add_(x_TH @ w.q_a_t, x_TH, self.layer, "self_attn.q_a_proj")
         q_TNQ = (rms_norm(q, w.q_a_norm, self.eps) @ w.q_b_t).view(x_TH.shape[0], self.heads, -1)
         row_TC = adapters.add_(x_TH @ w.kv_a_t, x_TH, self.layer, "self_attn.kv_a_proj_with_mqa")
         row_TC[:, : self.latent] = rms_norm(row_TC[:, : self.latent], w.kv_a_norm_C, self.eps)
-        if at is not None:
-            at.pages.kv[self.index].flatten(0, 1).index_copy_(0, at.write_T, row_TC)
-        if isinstance(batch, DecodeBatch):
-            cache_BSC = _gather(batch.cache.pages.kv[self.index], batch.table_BP)
-            o_TNV = mla_step(q_TNQ, cache_BSC, batch.bias_B1S, w.w_k_NPC, w.w_v_NVC)
-        else:
-            o_TNV = self._chunks(q_TNQ, row_TC, batch)
+        kv_PZC = None
+        if batch.pool is not None and batch.write_T is not None:
+            kv_PZC = batch.pool.kv[self.index]
+            kv_PZC.flatten(0, 1).index_copy_(0, batch.write_T, row_TC)
+        parts, n = [], batch.num_decodes
+        if batch.decode is not None and kv_PZC is not None:
+            cache_BSC = _gather(kv_PZC, batch.decode.table_BP)
+            parts.append(mla_step(q_TNQ[:n], cache_BSC, batch.decode.bias_B1S, w.w_k_NPC, w.w_v_NVC))
+        if batch.chunks is not None:
+            parts.append(self._chunks(q_TNQ[n:], row_TC[n:], batch.chunks, kv_PZC))
+        o_TNV = joined(parts)
         o_TD = o_TNV.flatten(1) * (x_TH @ w.gate_t).sigmoid_()
         return adapters.add_(o_TD @ w.out_t, o_TD, self.layer, OUT)
 
-    def _chunks(self, q_TNQ: Tensor, row_TC: Tensor, batch: ChunkBatch) -> Tensor:
+    def _chunks(self, q_TNQ: Tensor, row_TC: Tensor, batch: ChunkBatch, kv_PZC: Tensor | None) -> Tensor:
         if len(batch.buckets) == 1:
-            return self._bucket(q_TNQ, row_TC, batch.buckets[0])
+            return self._bucket(q_TNQ, row_TC, batch.buckets[0], kv_PZC)
         out_TNV = q_TNQ.new_empty(*q_TNQ.shape[:2], self.w.w_v_NVC.shape[1])
         for bucket in batch.buckets:
             assert bucket.rows_T is not None  # several buckets share the stream
             q, row = q_TNQ.index_select(0, bucket.rows_T), row_TC.index_select(0, bucket.rows_T)
-            out_TNV.index_copy_(0, bucket.rows_T, self._bucket(q, row, bucket))
+            out_TNV.index_copy_(0, bucket.rows_T, self._bucket(q, row, bucket, kv_PZC))
         return out_TNV
 
-    def _bucket(self, q_TNQ: Tensor, row_TC: Tensor, bucket: Bucket) -> Tensor:
+    def _bucket(self, q_TNQ: Tensor, row_TC: Tensor, bucket: Bucket, kv_PZC: Tensor | None) -> Tensor:
         """Expanded keys and values: of the chunk alone where nothing is cached, else of everything cached so far."""
         context = bucket.context
-        if context is None:
+        if context is None or kv_PZC is None:
             k_TNQ, v_TNV = self._expand(row_TC)
             return mla_expanded(q_TNQ, k_TNQ, v_TNV, bucket.packed)
-        cache_BSC = torch.where(context.stale_BS1, 0.0, _gather(context.pages.kv[self.index], context.table_BP))
+        cache_BSC = torch.where(context.stale_BS1, 0.0, _gather(kv_PZC, context.table_BP))
         k, v = (x.unflatten(0, cache_BSC.shape[:2]) for x in self._expand(cache_BSC.flatten(0, 1)))
         return mla_chunk(q_TNQ, k, v, context.visible_B1LS, bucket.packed)
 
@@ -135,3 +143,8 @@ def _gather(kv_PZC: Tensor, table_BP: Tensor) -> Tensor:
     """[P, page_size, C], [B, P'] -> [B, P' * page_size, C]."""
     picked = kv_PZC.index_select(0, table_BP.flatten())
     return picked.view(table_BP.shape[0], -1, kv_PZC.shape[-1])
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The stream's parts in order, without a copy where there is one only."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

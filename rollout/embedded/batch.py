@@ -1,5 +1,6 @@
 """Index maps of one forward, made on the host once and shared by every layer.
 
+A step's stream holds the decoding requests' tokens first, one each, then the chunks of prompts.
 Shapes: T tokens of the step, B requests, L longest chunk, P pages of the longest context, S = P * page_size.
 """
 
@@ -14,52 +15,32 @@ from torch import Tensor
 from miles_k3.k3.ops.kda import Chunks
 from miles_k3.k3.ops.packed import Packed
 from miles_k3.rollout.cache.device import put
-from miles_k3.rollout.cache.pools import LatentPages, StateSlots
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """The next tokens of one request: `context` tokens of it are in the caches already. `slot` 0: no caches at all."""
-
-    tokens: Sequence[int]
-    context: int
-    slot: int
-    version: int
+from miles_k3.rollout.cache.memory import BlockPool
+from miles_k3.rollout.embedded.memory import RequestMemory
+from miles_k3.rollout.embedded.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CacheRows:
-    """Where a step's tokens live in the pools.
+class StateRows:
+    """Rows of the pool's states and windows. `span` is set when they are consecutive: then they are a view, and change
+    in place."""
 
-    `write_T` rows of a layer's flattened pages that the new tokens fill. `slot_range` is set when the slots are
-    consecutive: their states are then a view, and change in place.
-    """
-
-    slots: StateSlots
-    pages: LatentPages
-    slots_B: Tensor
-    slot_range: tuple[int, int] | None
-    write_T: Tensor
+    rows_B: Tensor
+    span: slice | None
 
     @classmethod
-    def of(cls, slots: StateSlots, pages: LatentPages, slots_B: Tensor, write_T: Tensor) -> CacheRows:
-        first, count, device = int(slots_B[0]), len(slots_B), slots.device
-        consecutive = slots_B.tolist() == list(range(first, first + count))
-        return cls(
-            slots=slots,
-            pages=pages,
-            slots_B=put(slots_B, device),
-            slot_range=(first, first + count) if consecutive else None,
-            write_T=put(write_T, device),
-        )
+    def of(cls, rows_B: Tensor, device: torch.device) -> StateRows:
+        """From rows on the host."""
+        first, count = int(rows_B[0]), len(rows_B)
+        consecutive = bool((rows_B == torch.arange(first, first + count)).all())
+        return cls(rows_B=put(rows_B, device), span=slice(first, first + count) if consecutive else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodeBatch:
     """One new token a request. `bias_B1S` is 0 where the request may look and -inf elsewhere."""
 
-    tokens_T: Tensor
-    cache: CacheRows
+    states: StateRows
     table_BP: Tensor
     bias_B1S: Tensor
 
@@ -71,7 +52,6 @@ class Context:
     `visible_B1LS` says what each query may see; `stale_BS1` marks page rows that nobody has written.
     """
 
-    pages: LatentPages
     table_BP: Tensor
     visible_B1LS: Tensor
     stale_BS1: Tensor
@@ -81,7 +61,8 @@ class Context:
 class Bucket:
     """Requests of similar length that attend together, so that padding at most about doubles the work.
 
-    `rows_T` stream indices of their tokens (None: the whole stream, in order); `context` None: nothing was cached.
+    `rows_T` stream indices of their tokens (None: the whole stream of chunks, in order); `context` None: nothing was
+    cached.
     """
 
     packed: Packed
@@ -91,70 +72,120 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkBatch:
-    """Chunks of prompts, or whole sequences that touch no cache (`cache` None).
+    """Chunks of prompts, or whole sequences that touch no cache (`states` None).
 
-    `last_B` stream index of each chunk's last token; `has_context`: some chunk continues a cached one.
+    `last_B` index, among the chunks' tokens, of each one's last; `has_context`: some chunk continues a cached one.
     """
 
-    tokens_T: Tensor
     packed: Packed
     chunks: Chunks
     buckets: tuple[Bucket, ...]
     last_B: Tensor
-    cache: CacheRows | None
+    states: StateRows | None
     has_context: bool
 
 
-StepBatch = DecodeBatch | ChunkBatch
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepBatch:
+    """All tokens of a step. `write_T`: rows of a layer's flattened pages that they fill; None: no cache is touched."""
+
+    tokens_T: Tensor
+    num_decodes: int
+    decode: DecodeBatch | None
+    chunks: ChunkBatch | None
+    pool: BlockPool | None
+    write_T: Tensor | None
 
 
-def decode_batch(
-    tokens: Sequence[int], contexts: Sequence[int], owners: Sequence[int], slots: StateSlots, pages: LatentPages
-) -> DecodeBatch:
-    """One token for each owner (its state slot), at position `contexts[i]`."""
-    slots_B, contexts_B = torch.tensor(owners), torch.tensor(contexts)
-    longest = pages.pages_for(max(contexts) + 1)
-    positions_S = torch.arange(longest * pages.page_size)
-    bias_BS = torch.zeros(len(owners), len(positions_S)).masked_fill_(positions_S > contexts_B[:, None], -torch.inf)
-    return DecodeBatch(
-        tokens_T=put(tokens, slots.device),
-        cache=CacheRows.of(slots, pages, slots_B, pages.rows_of(slots_B, contexts_B)),
-        table_BP=put(pages.table_SP[slots_B, :longest], slots.device),
-        bias_B1S=put(bias_BS.unsqueeze(1), slots.device),
+def step_batch(memory: RequestMemory, decodes: Sequence[Request], chunks: Sequence[tuple[Request, int]]) -> StepBatch:
+    """One token of each of `decodes` and so many of each prompt. Inside the pool's `forward`.
+
+    The tokens that decoding requests feed are 0 where a step in flight is still sampling them.
+    """
+    device = memory.pool.device
+    requests = [*decodes, *(request for request, _ in chunks)]
+    counts = [1] * len(decodes) + [count for _, count in chunks]
+    owners_T = torch.arange(len(requests)).repeat_interleave(torch.tensor(counts))
+    starts_B = torch.tensor([r.num_cached for r in requests])
+    firsts_B = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
+    positions_T = starts_B[owners_T] + torch.arange(len(owners_T)) - firsts_B[owners_T]
+    tokens = [0 if r.in_flight else r.token_ids[-1] for r in decodes]
+    for request, count in chunks:
+        tokens += request.feed[request.num_cached : request.num_cached + count]
+    return StepBatch(
+        tokens_T=put(tokens, device),
+        num_decodes=len(decodes),
+        decode=_decode_batch(memory, decodes) if decodes else None,
+        chunks=_chunk_batch(memory, chunks) if chunks else None,
+        pool=memory.pool,
+        write_T=put(memory.token_rows(requests, owners_T, positions_T), device),
     )
 
 
-def chunk_batch(
-    chunks: Sequence[Chunk], pools: tuple[StateSlots, LatentPages] | None, device: torch.device
+def uncached_batch(sequences: Sequence[Sequence[int]], device: torch.device) -> StepBatch:
+    """Whole sequences that touch no cache."""
+    lengths = [len(s) for s in sequences]
+    return StepBatch(
+        tokens_T=put([t for s in sequences for t in s], device), num_decodes=0, decode=None,
+        chunks=_packed_chunks(lengths, [0] * len(lengths), device, None), pool=None, write_T=None,
+    )  # fmt: skip
+
+
+def _decode_batch(memory: RequestMemory, requests: Sequence[Request]) -> DecodeBatch:
+    device, contexts_B = memory.pool.device, torch.tensor([r.num_cached for r in requests])
+    table_BP = memory.page_rows(requests, int(contexts_B.max()) + 1)
+    positions_S = torch.arange(table_BP.shape[1] * memory.page_size)
+    bias_BS = torch.zeros(len(requests), len(positions_S)).masked_fill_(positions_S > contexts_B[:, None], -torch.inf)
+    return DecodeBatch(
+        states=StateRows.of(memory.pool.slot_rows([r.slot for r in requests]), device),
+        table_BP=put(table_BP, device),
+        bias_B1S=put(bias_BS.unsqueeze(1), device),
+    )
+
+
+def _chunk_batch(memory: RequestMemory, chunks: Sequence[tuple[Request, int]]) -> ChunkBatch:
+    requests, lengths = [request for request, _ in chunks], [count for _, count in chunks]
+    return _packed_chunks(lengths, [r.num_cached for r in requests], memory.pool.device, (memory, requests))
+
+
+def _packed_chunks(
+    lengths: list[int],
+    contexts: Sequence[int],
+    device: torch.device,
+    cached: tuple[RequestMemory, Sequence[Request]] | None,
 ) -> ChunkBatch:
-    """Chunks of one or more tokens each; without `pools` every chunk is a whole sequence that touches no cache."""
-    lengths = [len(c.tokens) for c in chunks]
+    """Chunks of one or more tokens each, after `contexts` tokens that are cached."""
     host = Packed.from_lengths(lengths)
     packed = host if device.type == "cpu" else Packed.from_lengths(lengths, device)
-    cache = None
-    if pools is not None:
-        slots_B = torch.tensor([c.slot for c in chunks])
-        positions_T = host.cols_T + torch.tensor([c.context for c in chunks])[host.rows_T]
-        cache = CacheRows.of(*pools, slots_B, pools[1].rows_of(slots_B[host.rows_T], positions_T))
+    buckets = []
+    for members in _alike(lengths, contexts):
+        rows_T = None
+        if len(members) < len(lengths):
+            rows_T = put(torch.cat([torch.arange(*host.cu_seqlens[i : i + 2].tolist()) for i in members]), device)
+        context = None
+        if cached is not None and contexts[members[0]]:
+            memory, requests = cached
+            context = _context([requests[i] for i in members], [lengths[i] for i in members], memory)
+        part = Packed.from_lengths([lengths[i] for i in members], device)
+        buckets.append(Bucket(packed=part, rows_T=rows_T, context=context))
+    states = None
+    if cached is not None:
+        memory, requests = cached
+        states = StateRows.of(memory.pool.slot_rows([r.slot for r in requests]), device)
     return ChunkBatch(
-        tokens_T=put([t for c in chunks for t in c.tokens], device),
-        packed=packed,
-        chunks=Chunks.of(host).to(device),
-        buckets=tuple(_bucket(chunks, members, host, cache, device) for members in _alike(chunks)),
-        last_B=packed.last_index_B(),
-        cache=cache,
-        has_context=any(c.context for c in chunks),
-    )
+        packed=packed, chunks=Chunks.of(host).to(device), buckets=tuple(buckets), last_B=packed.last_index_B(),
+        states=states, has_context=any(contexts),
+    )  # fmt: skip
 
 
-def _alike(chunks: Sequence[Chunk]) -> list[list[int]]:
+def _alike(lengths: Sequence[int], contexts: Sequence[int]) -> list[list[int]]:
     """Indices of chunks that attend together: all with or all without context, lengths within a factor of two."""
-    order = sorted(range(len(chunks)), key=lambda i: (chunks[i].context > 0, len(chunks[i].tokens)), reverse=True)
+    order = sorted(range(len(lengths)), key=lambda i: (contexts[i] > 0, lengths[i]), reverse=True)
     groups: list[list[int]] = []
     longest = deepest = 0
     for i in order:
-        length, depth = len(chunks[i].tokens), chunks[i].context
-        same_kind = groups and (chunks[groups[-1][0]].context > 0) == (depth > 0)
+        length, depth = lengths[i], contexts[i]
+        same_kind = groups and (contexts[groups[-1][0]] > 0) == (depth > 0)
         low, high = min(deepest, depth), max(deepest, depth)
         if same_kind and 2 * length >= longest and 2 * (low + length) >= high:
             groups[-1].append(i)
@@ -165,26 +196,15 @@ def _alike(chunks: Sequence[Chunk]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def _bucket(
-    chunks: Sequence[Chunk], members: list[int], host: Packed, cache: CacheRows | None, device: torch.device
-) -> Bucket:
-    picked = [chunks[i] for i in members]
-    rows_T = None
-    if len(members) < len(chunks):
-        rows_T = put(torch.cat([torch.arange(*host.cu_seqlens[i : i + 2].tolist()) for i in members]), device)
-    context = _context(picked, cache.pages, device) if cache is not None and picked[0].context else None
-    return Bucket(packed=Packed.from_lengths([len(c.tokens) for c in picked], device), rows_T=rows_T, context=context)
-
-
-def _context(chunks: Sequence[Chunk], pages: LatentPages, device: torch.device) -> Context:
-    contexts_B, lengths_B = torch.tensor([[c.context, len(c.tokens)] for c in chunks]).unbind(1)
+def _context(requests: Sequence[Request], lengths: Sequence[int], memory: RequestMemory) -> Context:
+    contexts_B, lengths_B = torch.tensor([r.num_cached for r in requests]), torch.tensor(lengths)
     ends_B = contexts_B + lengths_B
-    longest = pages.pages_for(int(ends_B.max()))
-    positions_S = torch.arange(longest * pages.page_size)
+    table_BP = memory.page_rows(requests, int(ends_B.max()))
+    positions_S = torch.arange(table_BP.shape[1] * memory.page_size)
     queries_BL = contexts_B[:, None] + torch.arange(int(lengths_B.max()))
+    device = memory.pool.device
     return Context(
-        pages=pages,
-        table_BP=put(pages.table_SP[[c.slot for c in chunks], :longest], device),
+        table_BP=put(table_BP, device),
         visible_B1LS=put((positions_S <= queries_BL[:, :, None]).unsqueeze(1), device),
         stale_BS1=put((positions_S >= ends_B[:, None]).unsqueeze(-1), device),
     )

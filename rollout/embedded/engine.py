@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,7 +15,12 @@ from miles_k3.errors import AdapterError, EngineError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.weights import ResidentBase
 from miles_k3.protocols import OnTokens
-from miles_k3.rollout.cache.pools import LatentPages, StateSlots
+from miles_k3.rollout.cache.blocks import Kind
+from miles_k3.rollout.cache.layout import Layout
+from miles_k3.rollout.cache.memory import BlockPool
+from miles_k3.rollout.cache.split import SplitPool
+from miles_k3.rollout.cache.unified import UnifiedPool
+from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.model import EngineModel
 from miles_k3.rollout.embedded.prefix import Prefixes
 from miles_k3.rollout.embedded.request import Request, Stage, judge_params, judge_tokens
@@ -22,6 +28,25 @@ from miles_k3.rollout.embedded.runner import Runner
 from miles_k3.rollout.embedded.scheduler import Scheduler
 from miles_k3.rollout.embedded.text import Detokenizer, StopText
 from miles_k3.types import AdapterConfig, AdapterUpdate, Completion, FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Serving:
+    """What memory, books and runner are made from, at the start and after a step that failed."""
+
+    layout: Layout
+    num_slots: int
+    num_pages: int
+    max_running: int
+    pages_per_request: int
+    cache_pool: str
+    prefix_cache: str
+    min_tokens: int
+    track_interval: int
+    prefill_chunk_tokens: int
+    share_prompts: bool
+    reserve_tokens: int | None
+    overlap: bool
 
 
 class EmbeddedEngine:
@@ -50,50 +75,58 @@ class EmbeddedEngine:
         share_prompts: bool = True,
         prefix_cache: Literal["off", "radix", "paged"] = "off",
         cache_slots: int = 0,
+        cache_pool: Literal["unified", "split"] = "unified",
         cache_min_tokens: int = 64,
+        track_interval: int = 1024,
         reserve_tokens: int | None = None,
+        overlap: bool | None = None,
     ) -> None:
         """`num_pages` 0 holds `max_running` requests of `max_sequence_tokens`. `adapter_config`: refuse any other.
         `cache_slots`: state checkpoints that the prefix cache may hold beside those that find room among the requests';
         0 takes a quarter of `max_running`. `cache_min_tokens`: shorter prefixes are not kept. `reserve_tokens`: answer
-        tokens that a request gets memory for at first; None for all it may have. `adapter_slots`: versions that can be
-        live at once beside the base.
+        tokens that a request gets memory for at first; None for all it may have. `cache_pool`: one memory for states
+        and pages, or one of each kind. `track_interval`: tokens between snapshots of long prompts and growing answers;
+        0 takes none. `adapter_slots`: versions that can be live at once beside the base. `overlap`: plan and queue a
+        step while the one before runs; None does so on CUDA.
 
         Raises EngineError when `config` or `dtype` are not the base's own.
         """
         _judge_base(base, config, dtype)
-        self.config, self.max_sequence_tokens = config, max_sequence_tokens
+        self.config, self.max_sequence_tokens, self.max_running = config, max_sequence_tokens, max_running
         self.tokenizer, self.adapter_config = tokenizer, adapter_config
         per_request = -(-max_sequence_tokens // page_size)
         num_slots = max_running + (0 if prefix_cache == "off" else cache_slots or -(-max_running // 4))
-        self.pages = LatentPages.for_model(
-            config,
-            num_pages=num_pages or max_running * per_request,
-            page_size=page_size,
-            num_owners=num_slots,
-            max_pages_per_owner=per_request,
-            dtype=base.dtype,
-            device=base.device,
-        )
-        self.slots = StateSlots.for_model(config, num_slots, base.dtype, base.device)
         self.store = AdapterStore(
             config, max_rank=max_lora_rank, dtype=base.dtype, device=base.device, num_slots=adapter_slots
         )
-        self.prefixes = Prefixes.over(prefix_cache, self.pages, self.slots, min_tokens=cache_min_tokens)
-        self.scheduler = Scheduler(
-            self.slots,
-            self.pages,
-            max_running=max_running,
-            prefill_chunk_tokens=prefill_chunk_tokens,
-            share_prompts=share_prompts,
-            prefixes=self.prefixes,
-            reserve_tokens=reserve_tokens,
-        )
-        self.runner = Runner(EngineModel(base), self.store, self.slots, self.pages, self.scheduler)
+        self._options = _Serving(
+            layout=Layout.for_model(config, page_size=page_size, dtype=base.dtype), num_slots=num_slots,
+            num_pages=num_pages or max_running * per_request, max_running=max_running, pages_per_request=per_request,
+            cache_pool=cache_pool, prefix_cache=prefix_cache, min_tokens=cache_min_tokens,
+            track_interval=track_interval, prefill_chunk_tokens=prefill_chunk_tokens, share_prompts=share_prompts,
+            reserve_tokens=reserve_tokens, overlap=base.device.type == "cuda" if overlap is None else overlap,
+        )  # fmt: skip
+        self._model, self._device = EngineModel(base), base.device
+        self._build()
         self._requests: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
         self._ids = itertools.count()
         self._driver: asyncio.Task[None] | None = None
         self._asleep = self._closed = False
+
+    def _build(self) -> None:
+        """Memory, books and runner, empty."""
+        at = self._options
+        make = UnifiedPool.holding if at.cache_pool == "unified" else SplitPool
+        self.pool: BlockPool = make(at.layout, at.num_slots, at.num_pages, self._device)
+        self.memory = RequestMemory(self.pool, max_running=at.max_running, max_pages=at.pages_per_request)
+        self.prefixes = Prefixes.over(
+            at.prefix_cache, self.memory, min_tokens=at.min_tokens, track_interval=at.track_interval
+        )
+        self.scheduler = Scheduler(
+            self.memory, prefill_chunk_tokens=at.prefill_chunk_tokens, share_prompts=at.share_prompts,
+            prefixes=self.prefixes, reserve_tokens=at.reserve_tokens,
+        )  # fmt: skip
+        self.runner = Runner(self._model, self.store, self.memory, self.scheduler, overlap=at.overlap)
 
     @property
     def adapter_version(self) -> int:
@@ -117,8 +150,9 @@ class EmbeddedEngine:
         """
         loop = asyncio.get_running_loop()
         self._refuse_foreign(loop)
-        request = self._submit(token_ids, params, request_id, adapter_version)
+        request = self._make_request(token_ids, params, request_id, adapter_version)
         request.on_tokens = on_tokens
+        self.scheduler.submit(request)
         future: asyncio.Future[Completion] = loop.create_future()
         self._requests[request.id] = request, future
         self._ensure_driver(loop)
@@ -128,7 +162,7 @@ class EmbeddedEngine:
             if request.stage is not Stage.DONE:  # cancelled; the id may have a new owner otherwise
                 self.abort(request.id)
 
-    def _submit(
+    def _make_request(
         self, token_ids: Sequence[int], params: SamplingParams, request_id: str | None, version: int | None
     ) -> Request:
         self._refuse_unready("generate")
@@ -144,9 +178,7 @@ class EmbeddedEngine:
             version = self.store.acquire(version)
         except AdapterError as e:
             raise EngineError(str(e)) from e
-        request = Request(id=request_id, prompt=prompt, params=params, version=version, stop_text=stop_text)
-        self.scheduler.submit(request)
-        return request
+        return Request(id=request_id, prompt=prompt, params=params, version=version, stop_text=stop_text)
 
     def _judge_size(self, prompt: int, new: int) -> None:
         if prompt + new > self.max_sequence_tokens:
@@ -155,11 +187,11 @@ class EmbeddedEngine:
                 f"are limited to {self.max_sequence_tokens}; raise task.max_prompt_tokens or lower "
                 "rollout.sampling.max_new_tokens"
             )
-        needed = self.pages.pages_for(prompt + new - 1)
-        if needed > self.pages.num_pages:
+        needed = self.pool.pages_for(prompt + new - 1)
+        if not self.pool.could_fit(slots=1, pages=needed):
             raise EngineError(
-                f"the request needs {needed} cache pages, the pool has {self.pages.num_pages}; "
-                f"set rollout.num_pages: {needed} or more, or 0"
+                f"the request needs {needed} cache pages and a state, more than the pool of {self.pool.num_bytes} "
+                f"bytes has; set rollout.num_pages: {needed} or more, or 0"
             )
 
     def abort(self, request_id: str) -> None:
@@ -213,10 +245,17 @@ class EmbeddedEngine:
             self._ensure_driver(driver.get_loop())
 
     def _drop_all(self, failure: BaseException | None) -> None:
+        """End every request. After a failure no book is believed any more: memory and prefix cache begin anew."""
         for request, _ in list(self._requests.values()):
-            reason = FinishReason.ABORT if failure is None else FinishReason.ERROR
-            self.scheduler.finish(request, reason)
+            if failure is None:
+                self.scheduler.finish(request, FinishReason.ABORT)
+            else:
+                request.stage, request.finish_reason = Stage.DONE, FinishReason.ERROR
             self._settle(request, failure)
+        if failure is not None:
+            counters, seconds = self.runner.counters, self.runner.seconds
+            self._build()
+            self.runner.counters, self.runner.seconds = counters, seconds
 
     # --- scoring ------------------------------------------------------------------------------------------------
     def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
@@ -270,16 +309,14 @@ class EmbeddedEngine:
         if self._requests:
             raise EngineError(f"{len(self._requests)} requests run or wait; await or abort them before sleep")
         self._forget_dead(all_of_them=True)
-        self.pages.sleep()
-        self.slots.sleep()
+        self.pool.sleep()
         self._asleep = True
 
     def wake(self) -> None:
         """Take the caches' memory again. Raises EngineError when the engine is closed."""
         if self._closed:
             raise EngineError("the engine is closed; make a new one")
-        self.pages.wake()
-        self.slots.wake()
+        self.pool.wake()
         self._asleep = False
 
     def _refuse_unready(self, verb: str) -> None:
@@ -293,8 +330,7 @@ class EmbeddedEngine:
         self._drop_all(None)
         self._closed = True
         self._forget_dead(all_of_them=True)
-        self.pages.sleep()
-        self.slots.sleep()
+        self.pool.sleep()
 
     def stats(self) -> Mapping[str, float]:
         """Gauges of now, and counters and seconds since the start."""
@@ -302,9 +338,9 @@ class EmbeddedEngine:
             "running": self.scheduler.num_running,
             "waiting": len(self.scheduler.waiting),
             "retracted": self.scheduler.num_retracted,
-            "free_pages": self.pages.num_free,
-            "free_slots": self.slots.num_free,
-            "cache_bytes": self.pages.num_bytes + self.slots.num_bytes,
+            "free_pages": self.pool.num_free(Kind.PAGE),
+            "free_slots": self.pool.num_free(Kind.SLOT),
+            "cache_bytes": 0 if self._asleep or self._closed else self.pool.num_bytes,
             "adapter_version": self.adapter_version,
             **self.runner.seconds,
             **self.runner.counters,

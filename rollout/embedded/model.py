@@ -70,12 +70,19 @@ class EngineModel:
         residual.add(out_TH)
         return experts_TK
 
-    def logits(self, residual: ResidualBank, rows: Tensor | None = None) -> Tensor:
-        """fp32 [rows, V] of the tokens at stream indices `rows` (None: all)."""
+    def final(self, residual: ResidualBank, rows: Tensor | None = None) -> Tensor:
+        """What the output head reads, [rows, H], of the tokens at stream indices `rows` (None: all)."""
         if rows is not None:
             residual = residual.select(rows)
-        x = rms_norm(residual.mix(self.weights.out_query_H), self.weights.norm_H, self.config.rms_norm_eps)
-        return _fp32_product(x, self.weights.head)
+        return rms_norm(residual.mix(self.weights.out_query_H), self.weights.norm_H, self.config.rms_norm_eps)
+
+    def head(self, x_BH: Tensor) -> Tensor:
+        """Logits, fp32 [B, V]."""
+        return _fp32_product(x_BH, self.weights.head)
+
+    def logits(self, residual: ResidualBank, rows: Tensor | None = None) -> Tensor:
+        """fp32 [rows, V] of the tokens at stream indices `rows` (None: all)."""
+        return self.head(self.final(residual, rows))
 
 
 def _fp32_product(x: Tensor, head_VH: Tensor) -> Tensor:

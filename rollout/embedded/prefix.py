@@ -1,122 +1,157 @@
 """Between the scheduler and the prefix cache: what a request takes over from earlier ones, and what it leaves.
 
-The pools count users of pages, and the cache is one of them: a page that the cache holds may belong to requests too,
-none of which writes it. States belong to one party: a snapshot is copied into a slot of its own, the state of a request
-that ends is handed over as it is.
+The book of pages counts their holders, and the cache is one of them: a page that the cache holds may belong to requests
+too, none of which writes it. States belong to one party: a snapshot is copied into a slot of its own, the state of a
+request that ends is handed over as it is. So a running request holds up to four slots: the one it works in, two that
+its answer's snapshots go to in turn, and for a moment one for a snapshot that the cache gets.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from torch import Tensor
+
+from miles_k3.rollout.cache.chunking import state_marks
 from miles_k3.rollout.cache.contract import TOKEN_BYTES, Match, PrefixCache, encode
 from miles_k3.rollout.cache.page_alignment import hash_block_size
 from miles_k3.rollout.cache.paged import PagedCache
-from miles_k3.rollout.cache.pools import LatentPages, StateSlots
 from miles_k3.rollout.cache.radix import RadixCache
-from miles_k3.rollout.embedded.request import Request
+from miles_k3.rollout.embedded.memory import RequestMemory
+from miles_k3.rollout.embedded.request import Request, Track
+from miles_k3.rollout.embedded.room import make_room
 
 FINEST_TAIL = 4  # tokens; the paged policy keeps the states of partial blocks at multiples of this
+TRACKS = 2  # snapshots of a growing answer: one is whole while the other may still be in flight
+MAX_ENDINGS = 4096
+NO_TOKEN = -1  # asked for after a prompt, so that a match may be as long as the prompt itself
 
 
-class CacheMemory:
-    """`contract.Memory` over the engine's pools."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ending:
+    """What a prompt's last token gave: with the checkpoint of its end, another sample starts without computing any.
 
-    def __init__(self, pages: LatentPages, slots: StateSlots) -> None:
-        self._pages, self._slots = pages, slots
+    `x_H` goes into the output head. `routed` are the experts of all its tokens, where they were kept.
+    """
 
-    def give_pages(self, pages: Sequence[int]) -> None:
-        self._pages.give_pages(pages)
-
-    def give_slots(self, slots: Sequence[int]) -> None:
-        self._slots.take_back(slots)
+    x_H: Tensor
+    routed: tuple[Tensor, ...] | None
 
 
 class Prefixes:
     """The cache in the engine's words. `min_tokens`: prefixes shorter than this are not worth a state.
 
-    A prompt is checkpointed at the last page boundary before its last token, and where it parts from what is cached; an
-    answer at its end, for the next turn. Requests that want routed experts compute their prompt: nobody kept them.
+    Checkpoints are planted where a prompt parts from what is cached, at its end, every `track_interval` tokens of it,
+    and where an answer ends or is cut off. Requests that want routed experts take over only what comes with them.
     """
 
-    def __init__(self, cache: PrefixCache, pages: LatentPages, slots: StateSlots, *, min_tokens: int) -> None:
-        self.cache, self.pages, self.slots, self.min_tokens = cache, pages, slots, min_tokens
-        self.counters: Counter[str] = Counter({"cached_prompt_tokens": 0, "checkpoints": 0})
+    def __init__(self, cache: PrefixCache, memory: RequestMemory, *, min_tokens: int, track_interval: int) -> None:
+        self.cache, self.memory, self.min_tokens = cache, memory, min_tokens
+        page = memory.page_size
+        self.track_interval = -(-track_interval // page) * page
+        self.counters: Counter[str] = Counter({"cached_prompt_tokens": 0, "checkpoints": 0, "tracked": 0})
         self._versions: set[int] = set()
+        self._endings: OrderedDict[tuple[int, tuple[int, ...]], Ending] = OrderedDict()
 
     @classmethod
-    def over(cls, policy: str, pages: LatentPages, slots: StateSlots, *, min_tokens: int) -> Prefixes | None:
+    def over(cls, policy: str, memory: RequestMemory, *, min_tokens: int, track_interval: int) -> Prefixes | None:
         """By the name of the policy; None for `off`."""
-        memory, cache = CacheMemory(pages, slots), None
         if policy == "radix":
-            cache = RadixCache(memory, page_size=pages.page_size)
+            cache = RadixCache(memory.pages, page_size=memory.page_size)
         elif policy == "paged":
-            unit = hash_block_size(pages.page_size, FINEST_TAIL)
-            cache = PagedCache(memory, page_size=pages.page_size, hash_block_size=unit)
-        return None if cache is None else cls(cache, pages, slots, min_tokens=min_tokens)
+            unit = hash_block_size(memory.page_size, FINEST_TAIL)
+            cache = PagedCache(memory.pages, page_size=memory.page_size, hash_block_size=unit)
+        else:
+            return None
+        return cls(cache, memory, min_tokens=min_tokens, track_interval=track_interval)
 
     # --- admission ----------------------------------------------------------------------------------------------
-    def find(self, request: Request) -> Match | None:
-        """What is cached of the prompt; None for a request that must compute it."""
-        if request.params.return_routed_experts:
-            return None
-        return self.cache.match(request.version, encode(request.feed))
+    def find(self, request: Request) -> tuple[Match | None, Ending | None]:
+        """What is cached of `request.feed`, and how it went on if that is all of it."""
+        feed, wants_routes = request.feed, request.params.return_routed_experts
+        ending = self._endings.get((request.version, feed))
+        if ending is not None and (ending.routed is not None or not wants_routes):
+            match = self.cache.match(request.version, encode((*feed, NO_TOKEN)))
+            if match.num_tokens == len(feed):
+                self._endings.move_to_end((request.version, feed))
+                return match, ending
+        known = request.num_routed + 1 if wants_routes else len(feed)
+        return (None if known == 1 < len(feed) else self.cache.match(request.version, encode(feed[:known]))), None
 
     def make_room(self, pages: int, slots: int) -> bool:
-        """Evict until so many are free; False when what is left is in use."""
-        lacking_pages, lacking_slots = pages - self.pages.num_free, slots - self.slots.num_free
-        if lacking_slots > 0:
-            self.cache.evict(slots=lacking_slots)
-        while (lacking_pages := pages - self.pages.num_free) > 0:
-            if self.cache.evict(pages=lacking_pages) == (0, 0):
-                break
-        return pages <= self.pages.num_free and slots <= self.slots.num_free
+        """Evict until so many of both can be taken, together; False when what is left is in use."""
+        return make_room(self.memory.pool, self.cache, pages=pages, slots=slots)
 
     def attach(self, request: Request, match: Match) -> None:
         """Give an admitted request, which has its slot and pages, the state it starts from."""
         if match.slot is None:
             return
         request.num_cached = match.num_tokens
-        self.slots.copy([match.slot], [request.slot])
+        self.memory.pool.copy_slots([match.slot], [request.slot])
         if match.tail_page is not None:
-            self.pages.copy([match.tail_page], [self.pages.pages_of(request.slot)[len(match.pages)]])
+            self.memory.pool.copy_pages([match.tail_page], [request.pages[len(match.pages)]])
         self.counters["cached_prompt_tokens"] += match.num_tokens
 
     def plan_stops(self, request: Request, match: Match) -> None:
         """Where the request's prefill pauses for a snapshot."""
-        page, last = self.pages.page_size, len(request.feed) - 1
-        wanted = {last // page * page} | ({match.fork} if match.fork is not None else set())
-        request.stops = sorted(s for s in wanted if max(match.num_tokens, self.min_tokens - 1) < s <= last)
+        marks = state_marks(
+            match.num_tokens, len(request.feed), block=self.memory.page_size, unit=self.cache.checkpoint_unit,
+            fork=match.fork, interval=self.track_interval or None,
+        )  # fmt: skip
+        request.stops = [mark for mark in marks if mark >= self.min_tokens]
 
     # --- while it runs ------------------------------------------------------------------------------------------
     def reached(self, request: Request) -> None:
         """A chunk was computed: take the snapshot that is due where it ended."""
-        if not request.stops or request.num_cached != request.stops[0]:
+        if request.stops and request.num_cached == request.stops[0]:
+            request.stops.pop(0)
+            self._snapshot(request)
+
+    def prompt_ended(self, request: Request, x_H: Tensor) -> None:
+        """All of `request.feed` is computed: keep its state, and what its last token gave, for the next sample."""
+        feed = request.feed
+        if len(feed) < self.min_tokens or not self._snapshot(request):
             return
-        request.stops.pop(0)
-        if request.lease is None or not self.make_room(0, 1):
-            return
-        key = encode(request.feed[: request.num_cached])
-        self._extend(request, key)
-        slot = self.slots.lend_free()
-        self.slots.copy([request.slot], [slot])
-        self._checkpoint(request, key, slot, None)
+        routed = tuple(request.routed) if request.num_routed == len(feed) else None
+        self._endings[request.version, feed] = Ending(x_H=x_H, routed=routed)
+        if len(self._endings) > MAX_ENDINGS:
+            self._endings.popitem(last=False)
+
+    def track(self, requests: Sequence[Request]) -> None:
+        """Their answers grew by a token: take the snapshots that are due, over the older ones where no slot is free."""
+        due = [r for r in requests if self.track_interval and r.num_cached % self.track_interval == 0]
+        for request in due:
+            if request.num_cached < self.min_tokens:
+                continue
+            if len(request.tracks) < TRACKS and self.make_room(0, 1):
+                slot = self.memory.pool.take_slot()
+            elif request.tracks:
+                slot = request.tracks.pop(0).slot
+            else:
+                continue
+            self.memory.pool.copy_slots([request.slot], [slot])
+            request.tracks.append(Track(position=request.num_cached, slot=slot))
+            self.counters["tracked"] += 1
 
     def end(self, request: Request, *, keep: bool) -> bool:
-        """Leave what an ended request has computed to the cache, if it is sound; whether its slot is gone from it."""
-        keep = keep and request.num_cached >= self.min_tokens
-        if keep:
-            key = encode((*request.prompt, *request.token_ids)[: request.num_cached])
-            if request.lease is None:  # it took its prompt over from a twin
-                self.lock(request, self.cache.match(request.version, key))
-            self._extend(request, key)
-            full, rest = divmod(request.num_cached, self.pages.page_size)
-            self.slots.lend(request.slot)
-            tail = self.pages.pages_of(request.slot)[full] if rest else None
-            self._checkpoint(request, key, request.slot, tail)
+        """Leave what an ended request has computed to the cache, if it is sound; whether its slot is gone from it.
+
+        Its last state serves a next turn that goes on from there, the newest snapshot one that changes its last words.
+        """
+        slot_is_gone = keep and self.min_tokens <= request.num_cached <= len(request.tokens)
+        if slot_is_gone:
+            page = request.num_cached // self.memory.page_size
+            tail = request.pages[page : page + 1] if request.num_cached % self.memory.page_size else []
+            self.memory.pages.hold(tail)
+            slot_is_gone = self._plant(request, request.num_cached, request.slot, tail)
+        for i, track in enumerate(reversed(request.tracks)):
+            if i or not keep or not self._plant(request, track.position, track.slot, []):
+                self.memory.pool.give_slots([track.slot])
+        request.tracks = []
         self.unlock(request)
-        return keep
+        return slot_is_gone
 
     def lock(self, request: Request, match: Match) -> None:
         """Pin what was found. Must follow `find` with nothing in between."""
@@ -128,11 +163,14 @@ class Prefixes:
         if request.lease is not None:
             self.cache.release(request.lease)
             request.lease = None
+        request.cached_pages = []
 
     def forget_all_but(self, live: set[int]) -> None:
         """Give back what no request can ask for any more."""
         for version in self._versions - live:
             self.cache.forget(version)
+        for key in [key for key in self._endings if key[0] not in live]:
+            del self._endings[key]
         self._versions &= live
 
     def stats(self) -> Mapping[str, int]:
@@ -140,20 +178,47 @@ class Prefixes:
         now = self.cache.stats()
         return {**self.counters, "cache_pages": now["pages"], "cache_slots": now["slots"]}
 
+    # --- planting -----------------------------------------------------------------------------------------------
+    def _snapshot(self, request: Request) -> bool:
+        """A checkpoint of the request's state as it is now, which it goes on to change; False where there is none."""
+        position, size, pool = request.num_cached, self.memory.page_size, self.memory.pool
+        rest = position % size
+        if position % self.cache.checkpoint_unit or not self.make_room(1 if rest else 0, 1):
+            return False
+        slot, tail = pool.take_slot(), self.memory.pages.take(1 if rest else 0)
+        pool.copy_slots([request.slot], [slot])
+        pool.copy_pages(request.pages[position // size : position // size + len(tail)], tail)
+        if self._plant(request, position, slot, tail):
+            return True
+        pool.give_slots([slot])
+        return self._stands(request, position)
+
+    def _stands(self, request: Request, position: int) -> bool:
+        key = encode((*request.tokens[:position], NO_TOKEN))
+        return self.cache.match(request.version, key).num_tokens == position
+
+    def _plant(self, request: Request, position: int, slot: int, tail: list[int]) -> bool:
+        """Offer the state after `position` tokens, and the page they end in: whether the cache took the slot.
+
+        `tail` is held for the cache; it is given back where the cache has a state there, or takes none.
+        """
+        key = encode(request.tokens[:position])
+        if request.lease is None:  # it took its prompt over from a twin
+            self.lock(request, self.cache.match(request.version, key))
+        self._extend(request, key)
+        assert request.lease is not None
+        taken = self.cache.checkpoint(request.lease, key, slot, tail[0] if tail else None)
+        if not taken:
+            self.memory.pages.give_pages(tail)
+        self.counters["checkpoints"] += taken
+        return taken
+
     def _extend(self, request: Request, key: bytes) -> None:
         """Hand over the full pages of `key`; the request goes on using its own copies of what was cached already."""
-        known, full = len(request.cached_pages), len(key) // TOKEN_BYTES // self.pages.page_size
-        own = self.pages.pages_of(request.slot)[known:full]
-        self.pages.hold(own)
-        request.cached_pages = self.cache.extend(request.lease, key, [*request.cached_pages, *own])  # pyright: ignore[reportArgumentType]
-
-    def _checkpoint(self, request: Request, key: bytes, slot: int, tail: int | None) -> None:
-        """Offer a lent slot, and the page its key ends in; both come back where the cache has one there."""
-        tails = [] if tail is None else [tail]
-        self.pages.hold(tails)
+        known, full = len(request.cached_pages), len(key) // TOKEN_BYTES // self.memory.page_size
+        if full <= known:
+            return
+        own = request.pages[known:full]
+        self.memory.pages.hold(own)
         assert request.lease is not None
-        if self.cache.checkpoint(request.lease, key, slot, tail):
-            self.counters["checkpoints"] += 1
-        else:
-            self.pages.give_pages(tails)
-            self.slots.take_back([slot])
+        request.cached_pages = self.cache.extend(request.lease, key, [*request.cached_pages, *own])

@@ -27,6 +27,14 @@ class Stage(Enum):
     DONE = auto()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """A snapshot of a request's state after `position` tokens, in a slot of its own."""
+
+    position: int
+    slot: int
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """The engine's own record of a request; only the scheduler and the engine change it."""
@@ -41,7 +49,10 @@ class Request:
     order: int = 0  # of submission
     feed: tuple[int, ...] = ()  # what its prefill computes: the prompt, and what was sampled before it was retracted
     slot: int = 0
-    num_cached: int = 0  # tokens whose KV and state are in the pools
+    seat: int = 0  # row of the page table
+    pages: list[int] = field(default_factory=list)  # in order; the first may be others' as well
+    num_cached: int = 0  # tokens whose KV and state are in the pools, or are being put there by a step in flight
+    in_flight: int = 0  # tokens that steps in flight will sample
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routed: list[Tensor] = field(default_factory=list)  # int16 [tokens, M, K] each
@@ -49,6 +60,7 @@ class Request:
     lease: Lease | None = None  # pins what it reads of the prefix cache
     cached_pages: list[int] = field(default_factory=list)  # the cache's pages of its first tokens
     stops: list[int] = field(default_factory=list)  # prompt positions where a snapshot is due, ascending
+    tracks: list[Track] = field(default_factory=list)  # snapshots of the growing answer, the newest last
     cut_at: int | None = None  # where a stop string begins in the text
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -59,9 +71,34 @@ class Request:
         return len(self.prompt) + self.params.max_new_tokens - 1
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """All that is known of the sequence."""
+        return (*self.prompt, *self.token_ids)
+
+    @property
     def position(self) -> int:
-        """Sequence position of the next token to be sampled."""
-        return len(self.prompt) + len(self.token_ids)
+        """Sequence position of the next token to be sampled by a step that is yet to start."""
+        return len(self.prompt) + len(self.token_ids) + self.in_flight
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the steps in flight sample its last token."""
+        return len(self.token_ids) + self.in_flight >= self.params.max_new_tokens
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who comes first: higher priority, then earlier submission. Ascending."""
+        return -self.params.priority, self.order
+
+    @property
+    def num_routed(self) -> int:
+        """Tokens, from the first on, whose experts are known."""
+        return sum(map(len, self.routed))
+
+    def cut_routes(self, num_tokens: int) -> None:
+        """Forget the experts of tokens that are going to be computed again."""
+        if self.num_routed > num_tokens:
+            self.routed = [torch.cat(self.routed)[:num_tokens]] if num_tokens else []
 
     def accept(self, token: int, logprob: float) -> FinishReason | None:
         """Append a sampled token; why the request ends with it, if it does."""

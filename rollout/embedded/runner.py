@@ -1,4 +1,4 @@
-"""Executes the scheduler's steps: builds the batch, runs the forward, samples, and files the results.
+"""Executes the scheduler's steps: builds the batch, queues the forward and the draws, and files the results.
 
 Shapes: B requests, T tokens, M MoE layers, K chosen experts, V vocabulary.
 """
@@ -8,17 +8,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from miles_k3.adapters.store import AdapterStore
+from miles_k3.errors import EngineError
 from miles_k3.rollout.cache.device import put
-from miles_k3.rollout.cache.pools import LatentPages, StateSlots
-from miles_k3.rollout.embedded.batch import Chunk, chunk_batch, decode_batch
+from miles_k3.rollout.embedded.batch import StepBatch, step_batch, uncached_batch
 from miles_k3.rollout.embedded.lora import StepAdapters
+from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.model import EngineModel
-from miles_k3.rollout.embedded.request import Request
+from miles_k3.rollout.embedded.request import Request, Stage
 from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
 from miles_k3.rollout.embedded.scheduler import Scheduler, Step
 from miles_k3.types import FinishReason
@@ -28,114 +30,178 @@ COUNTERS = (
     "prompt_tokens",  # computed
     "shared_prompt_tokens",  # taken over from a twin's prompt
     "generated_tokens",
-    "prefill_steps",
+    "discarded_tokens",  # sampled by a step that was in flight when their request ended
+    "prefill_steps",  # with chunks of prompts; steps that decode as well count twice
     "decode_steps",
     *(f"finished_{reason}" for reason in FinishReason),
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InFlight:
+    """A step whose kernels are queued. `drawn_3B` on the host: tokens, log-probabilities, finite; whole after `event`.
+
+    float64 holds token ids and fp32 numbers exactly.
+    """
+
+    requests: tuple[Request, ...]
+    tokens_B: Tensor
+    drawn_3B: Tensor
+    event: torch.cuda.Event | None
+
+    def wait(self) -> list[list[float]]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.drawn_3B.tolist()
+
+
 class Runner:
-    """Owns nothing but counters; `step` is the only way that requests move on."""
+    """Owns nothing but counters and the step in flight; `step` is the only way that requests move on.
+
+    With `overlap` a step is planned and queued while the one before still runs: decoding requests feed tokens that only
+    the device knows, and one that ends is found out a step later, whose token is then discarded. What is sampled is the
+    same, since a draw depends on its request and position alone.
+    """
 
     def __init__(
-        self, model: EngineModel, store: AdapterStore, slots: StateSlots, pages: LatentPages, scheduler: Scheduler
+        self, model: EngineModel, store: AdapterStore, memory: RequestMemory, scheduler: Scheduler, *, overlap: bool
     ) -> None:
-        self.model, self.store, self.scheduler = model, store, scheduler
-        self.slots, self.pages, self.device = slots, pages, slots.device
+        self.model, self.store, self.scheduler, self.memory = model, store, scheduler, memory
+        self.pool, self.device, self.overlap = memory.pool, memory.pool.device, overlap
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.seconds: dict[str, float] = {"prefill_s": 0.0, "decode_s": 0.0}
+        self._in_flight: InFlight | None = None
         self._sampling: tuple[tuple[Request, ...], SamplingBatch] | None = None
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """One prompt step or one decode step; the requests that ended in it."""
-        start = time.perf_counter()
+        """Queue the next step and file the results of the one before (without overlap, its own); who ended."""
+        start, done = time.perf_counter(), []
         step = self.scheduler.plan()
-        done = self._prefill(step) if step.chunks else self._decode(step.decodes)
-        phase = "prefill" if step.chunks else "decode"
-        self.counters[f"{phase}_steps"] += 1
-        self.seconds[f"{phase}_s"] += time.perf_counter() - start
+        if step is None:
+            done += self.collect()
+            step = self.scheduler.plan()
+        if step is None or not (step.has_work or self._in_flight or done):
+            raise EngineError(f"{len(self.scheduler.waiting)} requests wait and none can run: a bug in the scheduler")
+        queued = self._launch(step) if step.has_work else None
+        done += self.collect()
+        self._in_flight = queued
+        if not self.overlap:
+            done += self.collect()
+        phase = "prefill_s" if step.chunks else "decode_s"
+        self.counters["prefill_steps"] += bool(step.chunks)
+        self.counters["decode_steps"] += bool(step.decodes)
+        self.seconds[phase] += time.perf_counter() - start
         return done
 
-    # --- prompts ------------------------------------------------------------------------------------------------
-    def _prefill(self, step: Step) -> list[Request]:
-        requests = [request for request, _ in step.chunks]
-        counts = [count for _, count in step.chunks]
-        chunks = [
-            Chunk(tokens=r.feed[r.num_cached : r.num_cached + n], context=r.num_cached, slot=r.slot, version=r.version)
-            for r, n in step.chunks
-        ]
-        batch = chunk_batch(chunks, (self.slots, self.pages), self.device)
-        adapters = StepAdapters.of(self.store, [r.version for r in requests], counts, self.device)
-        wants_routes = [any(m.params.return_routed_experts for m in (r, *r.followers)) for r in requests]
-        residual, routed = self.model.hidden(batch, adapters, capture=any(wants_routes))
-        if routed is not None:
-            self._file_routes(requests, wants_routes, routed.split(counts))
-        self.counters["prompt_tokens"] += sum(counts)
-        members: list[Request] = []
-        rows: list[int] = []
-        for row, (request, count) in enumerate(step.chunks):
-            request.num_cached += count
-            if self.scheduler.prefixes is not None:
-                self.scheduler.prefixes.reached(request)
-            if request.num_cached == len(request.feed):
-                group = self.scheduler.prompt_done(request)
-                self._fork(group)
-                members += group
-                rows += [row] * len(group)
-        if not members:
-            return []
-        logits = self.model.logits(residual, batch.last_B.index_select(0, put(rows, self.device)))
-        return self._sample(members, logits)
+    # --- queueing -----------------------------------------------------------------------------------------------
+    def _launch(self, step: Step) -> InFlight | None:
+        """Run the forward of a step and draw its tokens; None if no prompt ends in it and nobody decodes."""
+        self.pool.flush()
+        x_BH, members = [], []
+        if step.decodes or step.chunks:
+            with self.pool.forward():
+                batch = step_batch(self.memory, step.decodes, step.chunks)
+                self._feed_in_flight(batch, step.decodes)
+                x_DH, x_CH = self._forward(batch, step)
+            members += step.decodes
+            x_BH.append(x_DH)
+            ended, rows = self._advance(step, x_CH)
+            members += ended
+            x_BH.append(x_CH.index_select(0, put(rows, self.device)) if rows else x_CH[:0])
+        members += [request for request, _ in step.ready]
+        x_BH += [ending.x_H.unsqueeze(0) for _, ending in step.ready]
+        return self._draw(members, torch.cat(x_BH)) if members else None
 
-    def _fork(self, group: Sequence[Request]) -> None:
-        """Give the followers their leader's state, window, and its last page where the prompt ends inside one."""
-        leader, *followers = group
-        if not followers:
+    def _feed_in_flight(self, batch: StepBatch, decodes: Sequence[Request]) -> None:
+        """Put tokens that the step in flight is sampling where they are fed."""
+        if self._in_flight is None:
             return
-        pages = self.pages
-        self.counters["shared_prompt_tokens"] += len(followers) * len(leader.feed)
-        targets = [f.slot for f in followers]
-        self.slots.copy([leader.slot] * len(followers), targets)
-        full, rest = divmod(len(leader.feed), pages.page_size)
-        if rest:
-            page = pages.pages_of(leader.slot)[full]
-            pages.copy([page] * len(followers), [pages.pages_of(slot)[full] for slot in targets])
+        at = {request: i for i, request in enumerate(self._in_flight.requests)}
+        pairs = [(row, at[request]) for row, request in enumerate(decodes) if request.in_flight]
+        if pairs:
+            targets, sources = torch.tensor(pairs).t()
+            drawn = self._in_flight.tokens_B.index_select(0, put(sources, self.device))
+            batch.tokens_T.index_copy_(0, put(targets, self.device), drawn)
 
-    # --- decoding -----------------------------------------------------------------------------------------------
-    def _decode(self, requests: Sequence[Request]) -> list[Request]:
-        if not requests:
-            return []
-        batch = decode_batch(
-            [r.token_ids[-1] for r in requests],
-            [r.num_cached for r in requests],
-            [r.slot for r in requests],
-            self.slots,
-            self.pages,
-        )
-        adapters = StepAdapters.of(self.store, [r.version for r in requests], [1] * len(requests), self.device)
-        wants_routes = [r.params.return_routed_experts for r in requests]
-        residual, routed = self.model.hidden(batch, adapters, capture=any(wants_routes))
+    def _forward(self, batch: StepBatch, step: Step) -> tuple[Tensor, Tensor]:
+        """What the output head reads: of each decoding request, and of each chunk's last token."""
+        requests = [*step.decodes, *(request for request, _ in step.chunks)]
+        counts = [1] * len(step.decodes) + [count for _, count in step.chunks]
+        adapters = StepAdapters.of(self.store, [r.version for r in requests], counts, self.device)
+        wanted = [any(m.params.return_routed_experts for m in (r, *r.followers)) for r in requests]
+        residual, routed = self.model.hidden(batch, adapters, capture=any(wanted))
         if routed is not None:
-            self._file_routes(requests, wants_routes, routed.split(1))
-        for request in requests:
+            self._file_routes(requests, wanted, routed.split(counts))
+        if batch.chunks is None:
+            x_BH = self.model.final(residual)
+        else:
+            decoding_D = torch.arange(batch.num_decodes, device=self.device)
+            x_BH = self.model.final(residual, torch.cat([decoding_D, batch.chunks.last_B + batch.num_decodes]))
+        return x_BH[: batch.num_decodes], x_BH[batch.num_decodes :]
+
+    def _advance(self, step: Step, x_CH: Tensor) -> tuple[list[Request], list[int]]:
+        """Count the step's tokens as cached and take the snapshots that are due: requests whose prompt is computed,
+        followers included, and the chunk that each one samples from."""
+        prefixes, ended, rows = self.scheduler.prefixes, [], []
+        for request in step.decodes:
             request.num_cached += 1
-        return self._sample(requests, self.model.logits(residual))
+        if prefixes is not None:
+            prefixes.track(step.decodes)
+        for row, (request, count) in enumerate(step.chunks):
+            self.counters["prompt_tokens"] += count
+            request.num_cached += count
+            if request.num_cached < len(request.feed):
+                if prefixes is not None:
+                    prefixes.reached(request)
+                continue
+            if prefixes is not None:
+                prefixes.prompt_ended(request, x_CH[row])
+            group = self.scheduler.prompt_done(request)
+            self.counters["shared_prompt_tokens"] += (len(group) - 1) * len(request.feed)
+            ended += group
+            rows += [row] * len(group)
+        return ended, rows
+
+    def _draw(self, requests: Sequence[Request], x_BH: Tensor) -> InFlight:
+        positions_B = put([r.position for r in requests], self.device)
+        tokens_B, logprobs_B, finite_B = sample(self.model.head(x_BH), self._sampling_batch(requests), positions_B)
+        drawn_3B = torch.stack([tokens_B.double(), logprobs_B.double(), finite_B.double()])
+        event = None
+        if self.device.type == "cuda":
+            drawn_3B = drawn_3B.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        for request in requests:
+            request.in_flight += 1
+        return InFlight(requests=tuple(requests), tokens_B=tokens_B, drawn_3B=drawn_3B, event=event)
 
     def _file_routes(self, requests: Sequence[Request], wanted: Sequence[bool], parts: Sequence[Tensor]) -> None:
+        """Copies to the host; they are whole when the step's tokens are."""
         for request, wants, part in zip(requests, wanted, parts, strict=True):
             if wants:
-                request.routed.append(part.cpu())
+                request.routed.append(part.to("cpu", non_blocking=True))
 
-    # --- sampling -----------------------------------------------------------------------------------------------
-    def _sample(self, requests: Sequence[Request], logits_BV: Tensor) -> list[Request]:
-        """Draw a token for each request and end those that are done with it."""
-        positions_B = put([r.position for r in requests], self.device)
-        tokens, logprobs, finite = sample(logits_BV, self._sampling_batch(requests), positions_B)
-        # One transfer: float64 holds token ids and fp32 numbers exactly.
-        drawn = torch.stack([tokens.double(), logprobs.double(), finite.double()]).tolist()
+    def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
+        """The parameters as tensors, kept while the batch stays the same."""
+        members = tuple(requests)
+        if self._sampling is None or self._sampling[0] != members:
+            vocab = self.model.config.vocab_size
+            self._sampling = members, SamplingBatch.of([r.params for r in requests], vocab, self.device)
+        return self._sampling[1]
+
+    # --- results ------------------------------------------------------------------------------------------------
+    def collect(self) -> list[Request]:
+        """Wait for the step in flight and give its tokens to their requests; those that ended."""
+        flying, self._in_flight = self._in_flight, None
+        if flying is None:
+            return []
         done = []
-        for request, token, logprob, is_finite in zip(requests, *drawn, strict=True):
+        for request, token, logprob, is_finite in zip(flying.requests, *flying.wait(), strict=True):
+            request.in_flight -= 1
+            if request.stage is Stage.DONE:
+                self.counters["discarded_tokens"] += 1
+                continue
             if not is_finite:
                 reason, error = FinishReason.ERROR, _non_finite(request)
             else:
@@ -146,21 +212,11 @@ class Runner:
                 done.append(request)
         return done
 
-    def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
-        """The parameters as tensors, kept while the batch stays the same."""
-        members = tuple(requests)
-        if self._sampling is None or self._sampling[0] != members:
-            vocab = self.model.config.vocab_size
-            self._sampling = members, SamplingBatch.of([r.params for r in requests], vocab, self.device)
-        return self._sampling[1]
-
     # --- scoring ------------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]], version: int, temperature: float) -> list[Tensor]:
         """Log-probabilities of tokens 1.. of each sequence, without caches; fp32 on the host."""
-        chunks = [Chunk(tokens=s[:-1], context=0, slot=0, version=version) for s in sequences]
-        batch = chunk_batch(chunks, None, self.device)
-        counts = [len(c.tokens) for c in chunks]
+        batch, counts = uncached_batch([s[:-1] for s in sequences], self.device), [len(s) - 1 for s in sequences]
         adapters = StepAdapters.of(self.store, [version] * len(counts), counts, self.device)
         residual, _ = self.model.hidden(batch, adapters)
         targets_T = put([t for s in sequences for t in s[1:]], self.device)
@@ -175,6 +231,6 @@ class Runner:
 
 def _non_finite(request: Request) -> str:
     return (
-        f"the logits for position {request.position} are not finite (adapter v{request.version}); "
+        f"the logits for position {request.position - request.in_flight} are not finite (adapter v{request.version}); "
         "the request ends here, its cache memory is zeroed before it is used again"
     )

@@ -1,35 +1,50 @@
-"""Continuous batching: who runs next, with which memory.
+"""Continuous batching: who computes what next, with which memory.
 
-First come, first served: a request is admitted when a state slot and the pages it needs are free. With the pages of its
-whole length reserved nothing that runs is ever preempted. With `reserve_tokens` it gets those of its prompt and so many
-tokens more, and grows; when nothing is left, the youngest request is retracted: it leaves what it has computed to the
-prefix cache, keeps its tokens and their log-probabilities, and waits in front. Steps of prompt chunks and steps of
-decoding take turns. Everything is a function of the order of submission.
+A step holds one token of every decoding request and, with what is left of its token budget, chunks of prompts. Requests
+are admitted by rank, higher priority first, then the earlier one, when a state slot and the pages that they need are
+free, or can be had from the prefix cache. With the pages of its whole length reserved nothing that runs is ever
+preempted. With `reserve_tokens` a request gets those of its prompt and so many tokens more, and grows; when nothing is
+left, the lowest in rank is retracted: it leaves what it has computed to the prefix cache, keeps its tokens and their
+log-probabilities, and waits again. Protected requests, samples of a group, have their whole memory from the start and
+are never retracted. Everything is a function of the order of submission.
+
+`plan` may run while steps are in flight: it counts on their tokens, though not on what they are.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miles_k3.rollout.cache.pools import LatentPages, StateSlots
-from miles_k3.rollout.embedded.prefix import Prefixes
+from miles_k3.rollout.cache.chunking import chunk_ends
+from miles_k3.rollout.cache.contract import Match
+from miles_k3.rollout.embedded.memory import RequestMemory
+from miles_k3.rollout.embedded.prefix import Ending, Prefixes
 from miles_k3.rollout.embedded.request import Request, Stage
 from miles_k3.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What to compute next: chunks of prompts [(request, tokens)], or one token for each decoding request."""
+    """What to compute next.
 
-    chunks: tuple[tuple[Request, int], ...] = ()
+    `decodes` feed their last token. `chunks`: the next so many tokens of a prompt. `ready`: requests whose prompt is
+    cached whole, and what its last token gave: they compute nothing, and sample.
+    """
+
     decodes: tuple[Request, ...] = ()
+    chunks: tuple[tuple[Request, int], ...] = ()
+    ready: tuple[tuple[Request, Ending], ...] = ()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.decodes or self.chunks or self.ready)
 
 
 class Scheduler:
-    """Owns the pools' books; the engine moves the bytes.
+    """Owns the requests' books; the runner moves the bytes.
 
     Requests with the same prompt and adapter version that are admitted while the first of them is in prefill follow
     it: its prompt is computed once and forked.
@@ -37,29 +52,24 @@ class Scheduler:
 
     def __init__(
         self,
-        slots: StateSlots,
-        pages: LatentPages,
+        memory: RequestMemory,
         *,
-        max_running: int,
         prefill_chunk_tokens: int,
         share_prompts: bool = True,
         prefixes: Prefixes | None = None,
         reserve_tokens: int | None = None,
     ) -> None:
-        self.slots, self.pages, self.prefixes = slots, pages, prefixes
-        self.max_running, self.prefill_chunk_tokens, self.share_prompts = (
-            max_running,
-            prefill_chunk_tokens,
-            share_prompts,
-        )
-        self.waiting: deque[Request] = deque()
+        self.memory, self.prefixes = memory, prefixes
+        self.prefill_chunk_tokens, self.share_prompts = prefill_chunk_tokens, share_prompts
+        self.waiting: list[Request] = []  # by rank
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
+        self._ready: list[tuple[Request, Ending]] = []
         self._orders = itertools.count()
         self._leaders: dict[tuple[int, tuple[int, ...]], Request] = {}
         self.reserve_tokens, self.num_retracted = reserve_tokens, 0
         self._num_following = 0
-        self._prefill_last = self._crowded = False
+        self._crowded = False
 
     @property
     def num_running(self) -> int:
@@ -72,84 +82,76 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         request.order = next(self._orders)
-        self.waiting.append(request)
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        request.stage = Stage.WAITING
+        bisect.insort(self.waiting, request, key=lambda r: r.rank)
 
     # --- planning -----------------------------------------------------------------------------------------------
-    def plan(self) -> Step:
-        """Admit whoever fits, clean and order their memory, and choose the next step: prompts and decoding in turn."""
-        self._grow()
+    def plan(self) -> Step | None:
+        """Admit whoever fits and choose the next step. None: somebody must be retracted, whose tokens are still in
+        flight; collect them and plan again."""
+        if not self._grow():
+            return None
         # Whoever was retracted comes back when somebody has ended, not to be retracted again at once.
         self._crowded = self._crowded and self.num_running > 0
-        while self.waiting and not self._crowded and self._admit(self.waiting[0]):
-            self.waiting.popleft()
-        self.slots.scrub()
-        self.pages.scrub()
-        self._compact()
-        if self.prefilling and not (self._prefill_last and self.decoding):
-            self._prefill_last = True
-            return Step(chunks=tuple(self._chunks()))
-        self._prefill_last = False
-        return Step(decodes=tuple(self.decoding))
+        while self.waiting and not self._crowded:
+            if self._admit(self.waiting[0]):
+                self.waiting.pop(0)
+            elif (victim := self._outranked(self.waiting[0])) is None:
+                break
+            elif victim.in_flight:
+                return None
+            else:
+                self._retract(victim)
+        ready, self._ready = tuple(self._ready), []
+        begun = {request for request, _ in ready}
+        decodes = tuple(r for r in self.decoding if not r.is_full and r not in begun)
+        budget = max(self.prefill_chunk_tokens - len(decodes), self.memory.page_size)
+        return Step(decodes=decodes, chunks=tuple(self._chunks(budget)), ready=ready)
 
     def _admit(self, request: Request) -> bool:
         """Give a request its slot and pages if they are free, or can be had from the prefix cache."""
-        if self.num_running >= self.max_running:
+        if not self.memory.has_seat:
             return False
-        request.feed = (*request.prompt, *request.token_ids)
+        request.feed = request.tokens
         leader = self._leader_for(request)
         if leader:
             # Only full pages are shared: nobody writes into them any more once the prompt is computed.
-            shared = self.pages.pages_of(leader.slot)[: len(request.feed) // self.pages.page_size]
+            shared = leader.pages[: len(request.feed) // self.memory.page_size]
             return self._take(request, shared) and self._follow(request, leader)
-        match = self.prefixes.find(request) if self.prefixes is not None else None
+        match, ending = self.prefixes.find(request) if self.prefixes is not None else (None, None)
         if self.prefixes is None or match is None:
-            return self._take(request, []) and self._lead(request)
+            if not self._take(request, []):
+                return False
+            if self.prefixes is not None:
+                self.prefixes.plan_stops(request, Match(version=request.version))
+            return self._lead(request)
         self.prefixes.lock(request, match)
         if not self._take(request, match.pages):
             self.prefixes.unlock(request)
             return False
         self.prefixes.attach(request, match)
+        if ending is not None:
+            return self._begin(request, ending)
         self.prefixes.plan_stops(request, match)
         return self._lead(request)
 
-    def _grow(self) -> None:
-        """Pages for the token that each decoding request feeds next, oldest first; the youngest may have to go."""
-        for request in sorted(self.decoding, key=lambda r: r.order):
-            while request.stage is Stage.DECODE and not self._has_room(request):
-                self._retract(max(self.decoding, key=lambda r: r.order))
-
-    def _has_room(self, request: Request) -> bool:
-        held = len(self.pages.pages_of(request.slot)) * self.pages.page_size
-        if request.num_cached < held:
-            return True
-        if self.prefixes is not None:
-            self.prefixes.make_room(1, 0)
-        if not self.pages.num_free:
-            return False
-        self.pages.grow(request.slot, 1)
-        return True
-
-    def _retract(self, request: Request) -> None:
-        self._free(request, taken=self.prefixes is not None and self.prefixes.end(request, keep=True))
-        self.decoding.remove(request)
-        request.stage, request.num_cached, request.routed = Stage.WAITING, 0, []
-        request.stops, request.cached_pages = [], []
-        self.waiting.appendleft(request)
-        self.num_retracted += 1
-        self._crowded = True
-
     def _take(self, request: Request, shared: Sequence[int]) -> bool:
         tokens = request.total_tokens
-        if self.reserve_tokens is not None:
+        if self.reserve_tokens is not None and not request.params.protected:
             tokens = min(tokens, len(request.feed) + self.reserve_tokens)
-        needed = self.pages.pages_for(tokens) - len(shared)
-        if self.prefixes is not None and not self.prefixes.make_room(needed, 1):
+        fresh = self.memory.pool.pages_for(tokens) - len(shared)
+        if not self._make_room(pages=fresh, slots=1):
             return False
-        if not self.slots.num_free or needed > self.pages.num_free:
-            return False
-        request.slot = self.slots.take()
-        self.pages.take(request.slot, needed, shared=shared)
+        self.memory.take(request, fresh, shared)
         return True
+
+    def _make_room(self, *, pages: int, slots: int) -> bool:
+        if self.prefixes is not None:
+            return self.prefixes.make_room(pages, slots)
+        return self.memory.pool.fits(pages=pages, slots=slots)
 
     def _follow(self, request: Request, leader: Request) -> bool:
         request.stage = Stage.FOLLOWING
@@ -159,33 +161,81 @@ class Scheduler:
 
     def _lead(self, request: Request) -> bool:
         request.stage = Stage.PREFILL
+        request.cut_routes(request.num_cached)
         self.prefilling.append(request)
         self._leaders[request.version, request.feed] = request
+        return True
+
+    def _begin(self, request: Request, ending: Ending) -> bool:
+        """Decode at once: another sample of a prompt that is cached to its end."""
+        request.stage = Stage.DECODE
+        request.routed = list(ending.routed or ())
+        self.decoding.append(request)
+        self._ready.append((request, ending))
         return True
 
     def _leader_for(self, request: Request) -> Request | None:
         """A request whose prompt this one can take over, with its chosen experts if those are wanted."""
         leader = self._leaders.get((request.version, request.feed)) if self.share_prompts else None
-        if leader and request.params.return_routed_experts and sum(map(len, leader.routed)) < leader.num_cached:
+        if leader and request.params.return_routed_experts and leader.num_routed < leader.num_cached:
             return None
         return leader
 
-    def _chunks(self) -> list[tuple[Request, int]]:
-        budget, chunks = self.prefill_chunk_tokens, []
+    def _chunks(self, budget: int) -> list[tuple[Request, int]]:
+        """Prompts in order of admission, to their next stop or as far as `budget` tokens go."""
+        chunks = []
         for request in self.prefilling:
-            end = request.stops[0] if request.stops else len(request.feed)
-            count = min(budget, end - request.num_cached)
-            chunks.append((request, count))
-            budget -= count
+            end = chunk_ends(
+                request.num_cached, len(request.feed), budget, self.memory.page_size, marks=request.stops[:1]
+            )[0]
+            chunks.append((request, end - request.num_cached))
+            budget -= end - request.num_cached
             if not budget:
                 break
         return chunks
 
+    # --- pressure -----------------------------------------------------------------------------------------------
+    def _grow(self) -> bool:
+        """Pages for the token that each decoding request feeds next, first in rank first; the last may have to go.
+
+        False: one of them would have to go whose tokens are in flight.
+        """
+        for request in sorted(self.decoding, key=lambda r: r.rank):
+            while request.stage is Stage.DECODE and not request.is_full and not self._has_room(request):
+                victim = max((r for r in self.decoding if not r.params.protected), key=lambda r: r.rank)
+                if victim.in_flight:
+                    return False
+                self._retract(victim)
+                self._crowded = True
+        return True
+
+    def _has_room(self, request: Request) -> bool:
+        if request.num_cached < self.memory.capacity(request):
+            return True
+        if not self._make_room(pages=1, slots=0):
+            return False
+        self.memory.grow(request, 1)
+        return True
+
+    def _outranked(self, waiting: Request) -> Request | None:
+        """Who has to make room for a request of higher priority: the last in rank of those below it."""
+        below = [r for r in self.decoding if r.params.priority < waiting.params.priority and not r.params.protected]
+        return max(below, key=lambda r: r.rank, default=None)
+
+    def _retract(self, request: Request) -> None:
+        """Back to the queue, with what it has sampled; its cached tokens are left to the prefix cache."""
+        self._ready = [(r, ending) for r, ending in self._ready if r is not request]
+        self._free(request, keep=True)
+        self.decoding.remove(request)
+        request.num_cached, request.stops = 0, []
+        self._wait(request)
+        self.num_retracted += 1
+
     # --- progress -----------------------------------------------------------------------------------------------
     def prompt_done(self, request: Request) -> list[Request]:
-        """Move a computed prompt and its followers on to decoding; gives the request and its followers.
+        """Move a computed prompt and its followers on to decoding, and fork its state; the request and its followers.
 
-        The caller then copies the leader's state, and the page its prompt ends in, to the followers.
+        The forward that computes the prompt's end is queued.
         """
         followers, request.followers = request.followers, []
         self.prefilling.remove(request)
@@ -196,11 +246,12 @@ class Scheduler:
             member.num_cached = len(request.feed)
         for follower in followers:
             follower.routed = list(request.routed)
+        self.memory.fork(request, followers)
         self.decoding += [request, *followers]
         return [request, *followers]
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
-        """End a request at any stage and free its memory at once."""
+        """End a request at any stage and free its memory at once: what still uses it is queued before what comes."""
         if request.stage is Stage.DONE:
             return
         if request.stage is Stage.WAITING:
@@ -217,28 +268,14 @@ class Scheduler:
             self.decoding.remove(request)
         if request.stage is not Stage.WAITING:
             self._crowded = False
-            sound = reason in (FinishReason.STOP, FinishReason.LENGTH)
-            self._free(request, taken=self.prefixes is not None and self.prefixes.end(request, keep=sound))
+            self._free(request, keep=reason is not FinishReason.ERROR)
         request.stage, request.finish_reason, request.error = Stage.DONE, reason, error
 
-    def _compact(self) -> None:
-        """Make the live slots 1..n again, and order decoding by slot: the states of a full batch are then one view."""
-        moves = self.slots.compact()
-        if moves:
-            followers = [f for r in self.prefilling for f in r.followers]
-            for request in (*self.prefilling, *followers, *self.decoding):
-                target = moves.get(request.slot)
-                if target is not None:
-                    self.pages.rename(request.slot, target)
-                    request.slot = target
-        self.decoding.sort(key=lambda r: r.slot)
-
     def _restart(self, followers: list[Request]) -> None:
-        """Followers whose leader went away wait again, in front."""
-        for follower in reversed(followers):
-            self._free(follower)
-            follower.stage = Stage.WAITING
-            self.waiting.appendleft(follower)
+        """Followers whose leader went away wait again."""
+        for follower in followers:
+            self._free(follower, keep=False)
+            self._wait(follower)
         self._num_following -= len(followers)
 
     def _forget_leader(self, request: Request) -> None:
@@ -246,9 +283,7 @@ class Scheduler:
         if self._leaders.get(key) is request:
             del self._leaders[key]
 
-    def _free(self, request: Request, *, taken: bool = False) -> None:
-        """`taken`: its slot has gone to the prefix cache."""
-        self.pages.release(request.slot)
-        if not taken:
-            self.slots.release(request.slot)
-        request.slot = 0
+    def _free(self, request: Request, *, keep: bool) -> None:
+        keep = keep and request.stage is Stage.DECODE
+        slot_is_gone = self.prefixes is not None and self.prefixes.end(request, keep=keep)
+        self.memory.give(request, slot_is_gone=slot_is_gone)

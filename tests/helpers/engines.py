@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from helpers.oracle64 import Oracle64
+from helpers.pool_driver import poison
 from helpers.tiny import tiny_adapter, tiny_config, tiny_weights
 from torch import Tensor
 
@@ -124,34 +125,32 @@ def assert_greedy(
         assert difference.abs().max() <= tolerance, difference
 
 
-def fill_free_memory(engine: EmbeddedEngine, value: float = float("nan")) -> None:
-    """Overwrite every page and slot that nobody holds; slot and page 0 are nobody's but never free."""
-    pages, slots = engine.pages, engine.slots
-    free_pages = [p for p in range(1, pages.num_pages + 1) if not pages._users[p]]
-    free_slots = [s for s in range(1, slots.num_slots + 1) if s not in slots._live | slots._lent]
-    pages.kv[:, free_pages] = value
-    slots.states[:, free_slots] = value
-    slots.windows[:, free_slots] = value
-
-
 def poison_before_steps(engine: EmbeddedEngine) -> None:
-    """From now on, what is free holds NaN before every step."""
-    step = engine.runner.step
+    """From now on, what is free holds NaN before every forward. Queued moves read there until the flush."""
+    flush = engine.pool.flush
 
-    def poisoned_step() -> list:
-        with torch.inference_mode():
-            fill_free_memory(engine)
-        return step()
+    def poisoned_flush() -> None:
+        flush()
+        poison(engine.pool)
 
-    engine.runner.step = poisoned_step  # type: ignore[method-assign]
+    engine.pool.flush = poisoned_flush  # type: ignore[method-assign]
+
+
+def row_of(engine: EmbeddedEngine, request_id: str) -> int:
+    """Where a running request's state is, until the next flush."""
+    return engine.pool.slot_rows([engine._requests[request_id][0].slot]).tolist()[0]
 
 
 def assert_idle(engine: EmbeddedEngine) -> None:
-    """No request holds anything any more."""
+    """No request holds anything any more: what isn't free is the prefix cache's, which gives it back."""
     stats: Mapping[str, float] = engine.stats()
     assert stats["running"] == stats["waiting"] == 0
-    assert stats["free_pages"] == engine.pages.num_pages
-    assert stats["free_slots"] == engine.slots.num_slots
     assert not engine._requests
     assert not any(engine.store.users(version) for version in engine.store.live_versions())
-    assert not engine.pages.table_SP.any()
+    assert not engine.memory._table.any()
+    assert engine.pool.num_held == stats.get("cache_pages", 0) + stats.get("cache_slots", 0)
+    engine.pool.check()
+    if engine.prefixes is not None:
+        engine.prefixes.cache.check()
+        held = engine.prefixes.cache.stats()
+        assert held["pinned_pages"] == held["pinned_slots"] == 0

@@ -6,52 +6,96 @@ import asyncio
 from collections import Counter
 
 import hypothesis.strategies as st
+import numpy as np
 import torch
-from helpers.engines import adapter_update, ask, assert_idle, fill_free_memory, make_engine, random_prompts, tokens_of
+from helpers.engines import (
+    adapter_update,
+    ask,
+    assert_idle,
+    make_engine,
+    poison_before_steps,
+    random_prompts,
+    tokens_of,
+)
+from helpers.pool_driver import make_pool, poison
 from hypothesis import HealthCheck, given, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from miles_k3.rollout.cache.pools import LatentPages, StateSlots
+from miles_k3.rollout.cache.blocks import Kind
+from miles_k3.rollout.cache.layout import Layout
+from miles_k3.rollout.embedded.memory import RequestMemory
+from miles_k3.rollout.embedded.prefix import Prefixes
 from miles_k3.rollout.embedded.request import Request, Stage
 from miles_k3.rollout.embedded.scheduler import Scheduler
 from miles_k3.types import Completion, FinishReason, SamplingParams
 
-CPU = torch.device("cpu")
+LAYOUT = Layout(
+    kda_layers=1, heads=1, head_dim=2, conv_width=2, mla_layers=1, page_size=4, width=1, dtype=torch.float32
+)
+NUM_SLOTS, NUM_PAGES, MAX_RUNNING, LONGEST = 7, 30, 5, 48
+
+
+def mark(version: int, tokens: tuple[int, ...]) -> float:
+    """What the last of these tokens leaves in a page; sums of marks are exact in fp32."""
+    return float(hash((version, tokens)) % 997 * 100 + len(tokens))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """The scheduler without a model: the 'forward' writes a mark for each (prompt or request, position).
+    """The scheduler, the pools and the prefix cache without a model: the 'forward' writes a mark for each prefix.
 
-    At every decode step all of a request's marks are read back through its page table and its slot, so that any move,
-    fork or sharing that mixes two requests up is seen.
+    The state is the sum of a sequence's marks, its pages hold them; both are read back through page table and slot
+    after everything that is computed, so that any move, fork, restore or sharing that mixes two sequences up is seen.
+    Steps stay in flight as those of a device do: their tokens are known to the forward and not to the scheduler.
     """
 
-    PAGE, PAGES, SLOTS = 4, 30, 5
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pages = LatentPages(
-            num_layers=1, num_pages=self.PAGES, page_size=self.PAGE, width=1, num_owners=self.SLOTS,
-            max_pages_per_owner=12, dtype=torch.float64, device=CPU,
-        )  # fmt: skip
-        self.slots = StateSlots(
-            num_layers=1, num_slots=self.SLOTS, heads=1, head_dim=1, conv_width=2, dtype=torch.float64, device=CPU
+    @initialize(
+        kind=st.sampled_from(["unified", "split"]), policy=st.sampled_from(["off", "radix", "paged"]),
+        reserve=st.sampled_from([None, 0, 3]), interval=st.sampled_from([0, 8]), chunk=st.sampled_from([5, 7, 30]),
+    )  # fmt: skip
+    def build(self, kind: str, policy: str, reserve: int | None, interval: int, chunk: int) -> None:
+        num_bytes = (NUM_SLOTS + 1) * LAYOUT.slot_bytes + (NUM_PAGES + 1) * LAYOUT.page_bytes
+        self.pool = make_pool(kind, num_bytes, LAYOUT)
+        self.memory = RequestMemory(self.pool, max_running=MAX_RUNNING, max_pages=LONGEST // 4)
+        self.prefixes = Prefixes.over(policy, self.memory, min_tokens=3, track_interval=interval)
+        self.scheduler = Scheduler(
+            self.memory, prefill_chunk_tokens=chunk, prefixes=self.prefixes, reserve_tokens=reserve
         )
-        self.scheduler = Scheduler(self.slots, self.pages, max_running=self.SLOTS, prefill_chunk_tokens=7)
         self.requests: list[Request] = []
+        self.flying: list[tuple[Request, int]] = []
         self.count = 0
 
     @rule(
         kind=st.integers(0, 2), length=st.integers(1, 20), new=st.integers(1, 12), version=st.integers(0, 1),
-        copies=st.integers(1, 3), routes=st.booleans(),
+        copies=st.integers(1, 3), routes=st.booleans(), priority=st.integers(0, 1), protected=st.booleans(),
     )  # fmt: skip
-    def submit(self, kind: int, length: int, new: int, version: int, copies: int, routes: bool) -> None:
+    def submit(
+        self, kind: int, length: int, new: int, version: int, copies: int, routes: bool, priority: int, protected: bool
+    ) -> None:
         for _ in range(copies):
             self.count += 1
             request = Request(
                 id=str(self.count), prompt=(kind,) * length, version=version,
-                params=SamplingParams(max_new_tokens=new, return_routed_experts=routes),
+                params=SamplingParams(
+                    max_new_tokens=new, return_routed_experts=routes, seed=self.count % 3, priority=priority,
+                    protected=protected,
+                ),
             )  # fmt: skip
+            self.requests.append(request)
+            self.scheduler.submit(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.randoms())
+    def another_turn(self, pick) -> None:
+        """A prompt that goes on where a request stands."""
+        old = pick.choice(self.requests)
+        if len(old.tokens) <= 30:
+            self.count += 1
+            request = Request(
+                id=str(self.count),
+                prompt=(*old.tokens, 9),
+                version=old.version,
+                params=SamplingParams(max_new_tokens=5),
+            )
             self.requests.append(request)
             self.scheduler.submit(request)
 
@@ -62,93 +106,139 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._drop_done()
 
     @precondition(lambda self: self.scheduler.has_work)
-    @rule(steps=st.integers(1, 6))
-    def step(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 6), overlap=st.booleans())
+    def step(self, steps: int, overlap: bool) -> None:
         for _ in range(steps):
             plan = self.scheduler.plan()
-            for request, count in plan.chunks:
-                self._prefill(request, count)
-            for request in plan.decodes:
-                self._check(request)
-                self._write(request, request.num_cached)
-                request.num_cached += 1
-                self._sample(request)
+            if plan is None:
+                self._collect()
+                plan = self.scheduler.plan()
+            assert plan is not None
+            assert plan.has_work or self.flying or not self.scheduler.has_work
+            self.pool.flush()
+            poison(self.pool)
+            flying = []
+            feeds = dict(self.flying)
+            with self.pool.forward():
+                for request in plan.decodes:
+                    tokens = (*request.tokens, *([feeds[request]] if request.in_flight else []))
+                    flying.append((request, self._compute(request, tokens, 1)))
+                for request, count in plan.chunks:
+                    assert count > 0
+                    self._compute(request, request.feed, count)
+                    if any(r.params.return_routed_experts for r in (request, *request.followers)):
+                        request.routed.append(torch.zeros(count, 1, 1))
+            if self.prefixes is not None:
+                self.prefixes.track(plan.decodes)
+            for request, _ in plan.chunks:
+                flying += [(member, self._sample(member, member.feed)) for member in self._prompt(request)]
+            flying += [(request, self._sample(request, request.feed)) for request, _ in plan.ready]
+            self.pool.flush()
+            for request, _ in flying:
+                tokens = (*request.tokens, *([feeds[request]] if request.in_flight else []))
+                self._check(request, tokens[: request.num_cached])
+                request.in_flight += 1
+            self._collect()
+            self.flying = flying
+            if not overlap:
+                self._collect()
         self._drop_done()
 
-    def _prefill(self, request: Request, count: int) -> None:
-        assert count > 0
+    def _prompt(self, request: Request) -> list[Request]:
+        """Who samples after a chunk."""
+        if request.num_cached < len(request.feed):
+            if self.prefixes is not None:
+                self.prefixes.reached(request)
+            return []
+        if self.prefixes is not None:
+            self.prefixes.prompt_ended(request, torch.zeros(1))
+        members = self.scheduler.prompt_done(request)
+        for member in members:
+            assert not member.params.return_routed_experts or member.num_routed == len(member.feed)
+        return members
+
+    def _compute(self, request: Request, tokens: tuple[int, ...], count: int) -> int:
+        """The next `count` of `tokens` into the request's memory; what the last one draws."""
         for position in range(request.num_cached, request.num_cached + count):
-            self._write(request, position)
-        if any(r.params.return_routed_experts for r in (request, *request.followers)):
-            request.routed.append(torch.zeros(count, 1, 1))
+            written = mark(request.version, tokens[: position + 1])
+            row = self.memory.token_rows([request], torch.zeros(1, dtype=torch.int64), torch.tensor([position]))
+            flat = self.pool.kv[0].flatten(0, 1)
+            assert flat[row] == 0, "a page was not clean, or is written twice"
+            flat[row] = written
+            self.pool.states[0, self.pool.slot_rows([request.slot])] += written
         request.num_cached += count
-        if request.num_cached < len(request.prompt):
-            return
-        leader, *followers = self.scheduler.prompt_done(request)
-        full, rest = divmod(len(leader.prompt), self.PAGE)
-        for follower in followers:
-            self.slots.copy([leader.slot], [follower.slot])
-            if rest:
-                self.pages.copy([self.pages.pages_of(leader.slot)[full]], [self.pages.pages_of(follower.slot)[full]])
-        for member in (leader, *followers):
-            if member.params.return_routed_experts:
-                assert sum(map(len, member.routed)) == len(member.prompt)
-            self._check(member)
-            self._sample(member)
+        if request.stage is Stage.DECODE and request.params.return_routed_experts:
+            request.routed.append(torch.zeros(count, 1, 1))
+        return self._sample(request, tokens[: request.num_cached])
 
-    def _mark(self, request: Request, position: int) -> float:
-        """What a cached position must hold: the prompt's part is the same for all its samples."""
-        part = hash((request.version, request.prompt)) if position < len(request.prompt) else int(request.id)
-        return float((part % 997) * 100 + position)  # sums of them are exact in fp32
+    def _sample(self, request: Request, tokens: tuple[int, ...]) -> int:
+        return hash((request.version, tokens, request.params.seed)) % 3
 
-    def _write(self, request: Request, position: int) -> None:
-        row = self.pages.rows_of(torch.tensor([request.slot]), torch.tensor([position]))
-        flat = self.pages.kv[0].flatten(0, 1)
-        assert flat[row] == 0, "a page was not clean, or is written twice"
-        flat[row] = self._mark(request, position)
-        self.slots.states[0, request.slot] += self._mark(request, position)
-
-    def _check(self, request: Request) -> None:
-        positions = torch.arange(request.num_cached)
-        held = self.pages.kv[0].flatten(0, 1)[self.pages.rows_of(torch.tensor([request.slot]), positions)].flatten()
-        expected = [self._mark(request, p) for p in positions.tolist()]
+    def _check(self, request: Request, tokens: tuple[int, ...]) -> None:
+        assert len(tokens) == request.num_cached
+        owners = torch.zeros(len(tokens), dtype=torch.int64)
+        rows = self.memory.token_rows([request], owners, torch.arange(len(tokens)))
+        held = self.pool.kv[0].flatten(0, 1)[rows].flatten()
+        expected = [mark(request.version, tokens[: p + 1]) for p in range(len(tokens))]
         assert held.tolist() == expected
-        assert self.slots.states[0, request.slot].item() == sum(expected)
+        assert (self.pool.states[0, self.pool.slot_rows([request.slot])] == sum(expected)).all()
 
-    def _sample(self, request: Request) -> None:
-        reason = request.accept(0, 0.0)
-        if reason:
-            self.scheduler.finish(request, reason)
+    def _collect(self) -> None:
+        flying, self.flying = self.flying, []
+        for request, token in flying:
+            request.in_flight -= 1
+            if request.stage is Stage.DONE:
+                continue
+            reason = request.accept(token, 0.0)
+            if reason:
+                assert not request.params.return_routed_experts or request.num_routed >= len(request.tokens) - 1
+                self.scheduler.finish(request, reason)
 
     def _drop_done(self) -> None:
         self.requests = [r for r in self.requests if r.stage is not Stage.DONE]
 
     @invariant()
     def books_balance(self) -> None:
-        holding = [r for r in self.requests if r.stage is not Stage.WAITING]
-        assert len({r.slot for r in holding}) == len(holding) == self.scheduler.num_running
-        assert 0 not in {r.slot for r in holding}
-        assert self.slots.num_free == self.SLOTS - len(holding)
-        users = Counter(page for r in holding for page in self.pages.pages_of(r.slot))
-        assert 0 not in users
-        assert self.pages.num_free == self.PAGES - len(users)
-        for request in holding:
-            assert len(self.pages.pages_of(request.slot)) == self.pages.pages_for(request.total_tokens)
-        assert not self.pages.kv[:, 0].any()
-        assert not self.slots.states[:, 0].any()
+        if not hasattr(self, "pool"):
+            return
+        running = (*self.scheduler.prefilling, *self.scheduler.decoding)
+        holding = [r for leader in running for r in (leader, *leader.followers)]
+        assert len(holding) == self.scheduler.num_running <= MAX_RUNNING
+        assert {r.id for r in holding} == {r.id for r in self.requests if r.stage is not Stage.WAITING}
+        slots = [slot for r in holding for slot in (r.slot, *(t.slot for t in r.tracks))]
+        assert len({r.seat for r in holding}) == len(holding)
+        users = Counter(page for r in holding for page in r.pages)
+        cached = {"pages": 0, "slots": 0}
+        if self.prefixes is not None:
+            self.prefixes.cache.check()
+            cached = self.prefixes.cache.stats()
+        assert 0 not in (*slots, *users)
+        assert len(set(slots)) == len(slots) == self.pool.ledgers[Kind.SLOT].num_held - cached["slots"]
+        assert len(users) <= self.pool.ledgers[Kind.PAGE].num_held <= len(users) + cached["pages"]
+        for r in holding:
+            if r.params.protected or self.scheduler.reserve_tokens is None:
+                assert len(r.pages) == self.pool.pages_for(r.total_tokens)
+        self.pool.check()
+        for part in (self.pool.kv, self.pool.states, self.pool.windows):
+            row = self.pool._rows(Kind.PAGE if part is self.pool.kv else Kind.SLOT, np.zeros(1, np.int64))
+            assert not part[:, row].any()
 
     def teardown(self) -> None:
-        """Whatever is left runs to its end, first come first served, and everything comes back."""
+        """Whatever is left runs to its end, and everything comes back."""
+        if not hasattr(self, "pool"):
+            return
         for _ in range(10_000):
             if not self.scheduler.has_work:
                 break
-            self.step(1)
+            self.step(1, False)
+        self._collect()
         assert not self.requests
-        assert self.slots.num_free == self.SLOTS
-        assert self.pages.num_free == self.PAGES
+        if self.prefixes is not None:
+            self.prefixes.forget_all_but(set())
+        assert not self.pool.num_held
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
 
 PROMPTS = [p for p in random_prompts(6, low=1, high=40, seed=31) for _ in range(2)]
@@ -161,10 +251,16 @@ PROMPTS = [p for p in random_prompts(6, low=1, high=40, seed=31) for _ in range(
     chunk=st.sampled_from([5, 16, 64]),
     running=st.sampled_from([2, 5, 12]),
     page_size=st.sampled_from([3, 16]),
+    overlap=st.booleans(),
 )
-def test_abort_storms(aborts: list[tuple[int, int]], swap_at: int, chunk: int, running: int, page_size: int) -> None:
+def test_abort_storms(
+    aborts: list[tuple[int, int]], swap_at: int, chunk: int, running: int, page_size: int, overlap: bool
+) -> None:
     """Aborts and an adapter swap, with NaN in all free memory: whoever survives answers as ever under its version."""
-    engine = make_engine(max_running=running, prefill_chunk_tokens=chunk, page_size=page_size, max_sequence_tokens=64)
+    engine = make_engine(
+        max_running=running, prefill_chunk_tokens=chunk, page_size=page_size, max_sequence_tokens=64, overlap=overlap
+    )
+    poison_before_steps(engine)
     params = [SamplingParams(max_new_tokens=3 + i % 7, seed=i) for i in range(len(PROMPTS))]
 
     async def run() -> list[Completion]:
@@ -174,8 +270,6 @@ def test_abort_storms(aborts: list[tuple[int, int]], swap_at: int, chunk: int, r
         ]
         for turn in range(14):
             await asyncio.sleep(0)
-            with torch.inference_mode():
-                fill_free_memory(engine)
             for victim, at in aborts:
                 if at == turn:
                     engine.abort(str(victim))

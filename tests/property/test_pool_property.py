@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from miles_k3.rollout.cache.blocks import BlockState, Kind
-from miles_k3.rollout.cache.contract import CacheError
-from miles_k3.rollout.cache.pools import PoolError
+from miles_k3.rollout.cache.contract import CacheError, PoolError
 
 NUM_BYTES = 7 * LAYOUT.slot_bytes + 15 * LAYOUT.page_bytes + 24
 KINDS = st.sampled_from(list(Kind))

@@ -70,7 +70,7 @@ def test_marks_stop_before_the_last_token() -> None:
     """A prompt of exactly two blocks: who repeats it can use a state at one block only (vllm-project/vllm 50235)."""
     assert state_marks(0, 32, block=16, unit=4) == [16, 28]
     assert state_marks(0, 33, block=16, unit=4) == [32]
-    assert state_marks(0, 32, block=16, unit=1) == [16, 31]
+    assert state_marks(0, 32, block=16, unit=1) == []  # the end itself is kept
     assert state_marks(16, 32, block=16, unit=16) == []
 
 

@@ -8,9 +8,8 @@ from helpers.pool_driver import CPU, LAYOUT, PoolDriver
 
 from miles_k3.errors import EngineError
 from miles_k3.rollout.cache.blocks import Kind
-from miles_k3.rollout.cache.contract import CacheError
+from miles_k3.rollout.cache.contract import CacheError, PoolError
 from miles_k3.rollout.cache.layout import ALIGN_BYTES, Layout, Views
-from miles_k3.rollout.cache.pools import PoolError
 from miles_k3.rollout.cache.split import SplitPool
 from miles_k3.rollout.cache.unified import UnifiedPool
 

@@ -81,7 +81,7 @@ def _tensors_of(*roots: object) -> list[torch.Tensor]:
         ([5, 256], {}, r"token 256 at position 1; the model's vocabulary is 0\.\.255"),
         ([-1], {}, "token -1 at position 0"),
         ([1] * 30, {}, r"30 tokens and max_new_tokens is 8.*limited to 32; raise task.max_prompt_tokens or lower"),
-        ([1] * 20, {}, "needs 7 cache pages, the pool has 5; set rollout.num_pages: 7"),
+        ([1] * 20, {}, "needs 7 cache pages and a state, more than the pool.*set rollout.num_pages: 7"),
         ([1], {"temperature": -0.5}, "temperature is -0.5"),
         ([1], {"temperature": float("nan")}, "temperature is nan"),
         ([1], {"top_p": 0.0}, "top_p is 0.0"),
@@ -93,7 +93,7 @@ def _tensors_of(*roots: object) -> list[torch.Tensor]:
     ],
 )
 def test_bad_requests(tokens: list[int], changes: dict, message: str) -> None:
-    engine = make_engine(max_sequence_tokens=32, num_pages=5, page_size=4)
+    engine = make_engine(max_sequence_tokens=32, num_pages=5, page_size=4, cache_pool="split")
     with pytest.raises(EngineError, match=message):
         ask(engine, [tokens], dataclasses.replace(GREEDY, **changes))
     assert_idle(engine)

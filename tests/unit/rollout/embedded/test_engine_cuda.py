@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.engines import (
@@ -12,6 +14,7 @@ from helpers.engines import (
     assert_idle,
     make_engine,
     oracle,
+    poison_before_steps,
     random_prompts,
     tokens_of,
 )
@@ -55,28 +58,36 @@ def test_draws_and_versions_equal_the_cpus() -> None:
         assert not on_gpu.routed_experts.is_cuda
 
 
-def test_decoding_waits_for_the_device_once_a_step() -> None:
-    """Only the sampled tokens come back to the host. In BF16: torch's grouped product loops on the host in fp32."""
-    engine = make_engine(device="cuda", dtype=torch.bfloat16)
-    answers = ask(engine, PROMPTS, SamplingParams(max_new_tokens=4))
-    assert all(len(a.token_ids) == 4 for a in answers)
-    sampled, original = [], torch.Tensor.tolist
+def test_the_host_waits_for_sampled_tokens_only() -> None:
+    """Through events: nothing else may synchronize. In BF16: torch's grouped product loops on the host in fp32."""
+    engine = make_engine(device="cuda", dtype=torch.bfloat16, prefix_cache="radix", cache_min_tokens=1)
+    ask(engine, PROMPTS, SamplingParams(max_new_tokens=4))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with pytest.MonkeyPatch.context() as patch:
-
-            def tolist(tensor: torch.Tensor) -> list:
-                if not tensor.is_cuda:
-                    return original(tensor)
-                torch.cuda.set_sync_debug_mode("default")
-                sampled.append(tensor.shape)
-                out = original(tensor)
-                torch.cuda.set_sync_debug_mode("error")
-                return out
-
-            patch.setattr(torch.Tensor, "tolist", tolist)
-            answers = ask(engine, PROMPTS, SamplingParams(max_new_tokens=4))
+        answers = ask(engine, random_prompts(8, seed=42), SamplingParams(max_new_tokens=4))
+        answers += ask(engine, PROMPTS, SamplingParams(max_new_tokens=4))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(len(a.token_ids) == 4 for a in answers)
-    assert len(sampled) == engine.stats()["decode_steps"] / 2 + 1
+
+
+@pytest.mark.parametrize("policy", ["radix", "paged"])
+@pytest.mark.parametrize("pool", ["unified", "split"])
+def test_warm_overlapped_answers_equal_the_cpus(policy: str, pool: str) -> None:
+    """Prefixes, retraction and moving blocks on the device, with NaN in all free memory."""
+    params = [SamplingParams(max_new_tokens=5 + i % 7, seed=i, stop_token_ids=(3, 5, 7)) for i in range(len(PROMPTS))]
+    options: dict[str, Any] = {
+        "page_size": 8, "prefill_chunk_tokens": 40, "max_running": 7, "num_pages": 40, "cache_min_tokens": 1,
+        "reserve_tokens": 2, "top_k": 8, "track_interval": 8,
+    }  # fmt: skip
+    expected = ask(make_engine(top_k=8, share_prompts=False), PROMPTS, params)
+    engine = make_engine(device="cuda", prefix_cache=policy, cache_pool=pool, **options)
+    poison_before_steps(engine)
+    for _ in range(2):
+        answers = ask(engine, PROMPTS, params)
+        assert tokens_of(answers) == tokens_of(expected)
+        for on_gpu, on_cpu in zip(answers, expected, strict=True):
+            assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-3)
+        assert_idle(engine)
+    assert engine.stats()["cached_prompt_tokens"] > 0
+    assert engine.runner.overlap

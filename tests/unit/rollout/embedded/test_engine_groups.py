@@ -10,8 +10,9 @@ import torch
 from helpers.engines import GREEDY, adapter_update, ask, assert_idle, make_engine, random_prompts, tokens_of
 from helpers.mutants import mutate
 
-from miles_k3.rollout.cache.pools import LatentPages, StateSlots
+from miles_k3.errors import EngineError
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.types import Completion, FinishReason, SamplingParams
 
 
@@ -53,16 +54,17 @@ def test_a_group_costs_one_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "edit"),
+    "edit",
     [
-        (StateSlots, ("pool.index_copy_(1, target, pool.index_select(1, source))", "pass")),
-        (LatentPages, ("self.kv.index_copy_(", "self.kv.clone().index_copy_(")),
+        ("[f.slot for f in followers])", "[f.slot for f in followers][:1])"),
+        ("self.pool.copy_pages(", "print("),
+        ("leader.pages[full]", "leader.pages[0]"),
     ],
-    ids=["state is not copied", "last page is not copied"],
+    ids=["state is not copied to all", "last page is not copied", "another page is copied"],
 )
-def test_the_check_sees_planted_mistakes(monkeypatch: pytest.MonkeyPatch, owner: type, edit: tuple[str, str]) -> None:
-    monkeypatch.setattr(owner, "copy", mutate(owner.copy, edit))
-    with pytest.raises(AssertionError):
+def test_the_check_sees_planted_mistakes(monkeypatch: pytest.MonkeyPatch, edit: tuple[str, str]) -> None:
+    monkeypatch.setattr(RequestMemory, "fork", mutate(RequestMemory.fork, edit))
+    with pytest.raises((AssertionError, EngineError)):
         check_groups()
 
 
@@ -97,9 +99,9 @@ def test_aborts_while_the_prompt_is_computed(victim: int) -> None:
         ]
         while not engine.stats().get("prefill_steps"):
             await asyncio.sleep(0)
-        free = engine.slots.num_free
+        free = engine.stats()["free_slots"]
         engine.abort(str(victim))
-        assert engine.slots.num_free > free
+        assert engine.stats()["free_slots"] > free
         return await asyncio.gather(*tasks)
 
     answers = asyncio.run(run())

@@ -13,11 +13,14 @@ from helpers.engines import (
     make_engine,
     poison_before_steps,
     random_prompts,
+    row_of,
     tokens_of,
 )
 from helpers.mutants import mutate
 
-from miles_k3.rollout.cache import pools
+from miles_k3.errors import EngineError
+from miles_k3.rollout.cache.memory import BlockPool
+from miles_k3.rollout.cache.unified import UnifiedPool
 from miles_k3.rollout.embedded import batch, runner
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.types import Completion, FinishReason, SamplingParams
@@ -31,9 +34,9 @@ def expected() -> list[Completion]:
     return ask(make_engine(), PROMPTS, PARAMS)
 
 
-def check_recycled_memory(expected: list[Completion]) -> None:
+def check_recycled_memory(expected: list[Completion], **options) -> None:
     """Small pools, so that slots and pages are used again and again; what is free holds NaN before every step."""
-    engine = make_engine(max_running=5, num_pages=40, page_size=4, prefill_chunk_tokens=48)
+    engine = make_engine(max_running=5, num_pages=40, page_size=4, prefill_chunk_tokens=48, **options)
     poison_before_steps(engine)
     answers = ask(engine, PROMPTS, PARAMS)
     assert all(a.finish_reason is FinishReason.LENGTH for a in answers)
@@ -43,35 +46,36 @@ def check_recycled_memory(expected: list[Completion]) -> None:
     assert_idle(engine)
 
 
-def test_recycled_and_free_memory_is_never_read(expected: list[Completion]) -> None:
-    check_recycled_memory(expected)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("cache_pool", ["unified", "split"])
+def test_recycled_and_free_memory_is_never_read(expected: list[Completion], cache_pool: str, overlap: bool) -> None:
+    check_recycled_memory(expected, cache_pool=cache_pool, overlap=overlap)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "edit"),
     [
-        (pools.StateSlots, "scrub", ("pool.index_fill_(1, index, 0.0)", "pass")),
-        (pools.StateSlots, "compact", ("self.copy(list(moves), list(moves.values()))", "pass")),
-        (batch, "decode_batch", ("positions_S > contexts_B[:, None]", "positions_S > contexts_B[:, None] + 1")),
-        (batch, "decode_batch", ("pages.rows_of(slots_B, contexts_B)", "pages.rows_of(slots_B, contexts_B + 1)")),
+        (BlockPool, "flush", ("self._zero(kind, dirty)", "pass")),
+        (UnifiedPool, "_move", ("self._copy(kind, self._as_rows(kind, sources), self._rows(kind, moved))", "pass")),
+        (batch, "_decode_batch", ("positions_S > contexts_B[:, None]", "positions_S > contexts_B[:, None] + 1")),
+        (batch, "step_batch", ("starts_B[owners_T] +", "1 + starts_B[owners_T] +")),
         (batch, "_context", ("positions_S <= queries_BL[", "positions_S <= 1 + queries_BL[")),
     ],
     ids=[
-        "slots are not zeroed",
+        "blocks are not zeroed",
         "compaction moves no bytes",
         "decode looks ahead",
-        "decode writes ahead",
+        "tokens are written ahead",
         "chunks look ahead",
     ],
 )
 def test_the_check_sees_planted_mistakes(
     expected: list[Completion], monkeypatch: pytest.MonkeyPatch, owner: object, name: str, edit: tuple[str, str]
 ) -> None:
-    mutant = mutate(getattr(owner, name), edit)
-    monkeypatch.setattr(owner, name, mutant)
+    monkeypatch.setattr(owner, name, mutate(getattr(owner, name), edit))
     if hasattr(runner, name):
-        monkeypatch.setattr(runner, name, mutant)
-    with pytest.raises((AssertionError, IndexError)):
+        monkeypatch.setattr(runner, name, getattr(owner, name))
+    with pytest.raises((AssertionError, IndexError, EngineError)):
         check_recycled_memory(expected)
 
 
@@ -89,22 +93,23 @@ def break_request(engine: EmbeddedEngine, index: int, damage: Damage) -> list[Co
         while engine.stats()["generated_tokens"] < 2 * len(PROMPTS):
             await asyncio.sleep(0)
         with torch.inference_mode():
-            damage(engine, engine._requests[str(index)][0].slot)
+            damage(engine, index)
         return await asyncio.gather(*tasks)
 
     return asyncio.run(run())
 
 
-def poison_state(engine: EmbeddedEngine, slot: int) -> None:
-    engine.slots.states[2, slot, 1, 3, 4] = torch.nan
+def poison_state(engine: EmbeddedEngine, index: int) -> None:
+    engine.pool.states[2, row_of(engine, str(index)), 1, 3, 4] = torch.nan
 
 
-def poison_window(engine: EmbeddedEngine, slot: int) -> None:
-    engine.slots.windows[0, slot] = torch.inf
+def poison_window(engine: EmbeddedEngine, index: int) -> None:
+    engine.pool.windows[0, row_of(engine, str(index))] = torch.inf
 
 
-def poison_page(engine: EmbeddedEngine, slot: int) -> None:
-    engine.pages.kv[1, engine.pages.pages_of(slot)[0], 0] = torch.nan
+def poison_page(engine: EmbeddedEngine, index: int) -> None:
+    page = engine._requests[str(index)][0].pages[0]
+    engine.pool.kv[1, engine.pool.page_rows([page]), 0] = torch.nan
 
 
 @pytest.mark.parametrize("damage", [poison_state, poison_window, poison_page])
@@ -126,6 +131,7 @@ def test_padding_pages_stay_clean(expected: list[Completion]) -> None:
     """Page 0 and slot 0 pad index tensors; nothing ever writes them."""
     engine = make_engine(page_size=4)
     assert tokens_of(ask(engine, PROMPTS, PARAMS)) == tokens_of(expected)
-    assert not engine.pages.kv[:, 0].any()
-    assert not engine.slots.states[:, 0].any()
-    assert not engine.slots.windows[:, 0].any()
+    slot, page = engine.pool.slot_rows([0]), engine.pool.page_rows([0])
+    assert not engine.pool.kv[:, page].any()
+    assert not engine.pool.states[:, slot].any()
+    assert not engine.pool.windows[:, slot].any()

@@ -12,7 +12,16 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers.engines import adapter_update, ask, make_engine, poison_before_steps, random_prompts, tokens_of
+from helpers.engines import (
+    adapter_update,
+    ask,
+    assert_idle,
+    make_engine,
+    poison_before_steps,
+    random_prompts,
+    row_of,
+    tokens_of,
+)
 from helpers.mutants import mutate
 
 from miles_k3.errors import EngineError
@@ -97,12 +106,10 @@ def test_warm_equals_cold_under_pressure(options: dict, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["radix", "paged"])
 def test_memory_is_whole_when_the_cache_is_emptied(policy: str) -> None:
     engine = check_traffic(3, prefix_cache=policy)
-    stats = engine.stats()
-    assert stats["free_pages"] == engine.pages.num_pages - stats["cache_pages"]
-    assert stats["free_slots"] == engine.slots.num_slots - stats["cache_slots"]
+    assert_idle(engine)
+    assert engine.pool.num_held
     engine.sleep()
-    assert engine.pages.num_free == engine.pages.num_pages
-    assert engine.slots.num_free == engine.slots.num_slots
+    assert not engine.pool.num_held
     engine.wake()
     assert len(ask(engine, random_prompts(2))) == 2
 
@@ -116,13 +123,29 @@ def test_a_second_turn_computes_its_own_words_only() -> None:
     assert engine.stats()["prompt_tokens"] - before == 3  # the answer's last token, never fed before, and two new ones
 
 
-def test_a_later_twin_computes_less_than_a_page() -> None:
-    engine = warm_engine()
-    prompt = random_prompts(1, low=70, high=70)[0]
-    for _ in range(2):
-        before = engine.stats()["prompt_tokens"]
-        ask(engine, [prompt], SamplingParams(max_new_tokens=3))
-    assert engine.stats()["prompt_tokens"] - before == 70 - 69 // PAGE * PAGE  # pyright: ignore[reportPossiblyUnboundVariable]
+@pytest.mark.parametrize(("policy", "length", "again"), [
+    ("radix", 70, 0), ("radix", 72, 0), ("paged", 72, 0), ("paged", 71, 3), ("paged", 73, 1),
+])  # fmt: skip
+def test_a_later_twin(policy: str, length: int, again: int) -> None:
+    """A prompt's end is kept with what its last token gave, where the policy keeps states; else what is behind that."""
+    engine = warm_engine(prefix_cache=policy)
+    prompt = random_prompts(1, low=length, high=length)[0]
+    params = SamplingParams(max_new_tokens=3, seed=4)
+    first = ask(engine, [prompt], params)
+    second = ask(engine, [prompt], params)
+    assert_same(second, first)
+    assert engine.stats()["prompt_tokens"] == length + again
+
+
+@pytest.mark.parametrize("length", [33, 40, 47])
+def test_group_prefill(length: int) -> None:
+    """64 prompts of 8 samples, more than run at once, cost 64 prompts, wherever they end."""
+    engine = warm_engine(max_running=20, cache_slots=70, num_pages=800)
+    poison_before_steps(engine)
+    prompts = [p for i in range(64) for p in random_prompts(1, low=length, high=length, seed=i) * 8]
+    ask(engine, prompts, [SamplingParams(max_new_tokens=2 + i % 5, seed=i) for i in range(len(prompts))])
+    assert engine.stats()["prompt_tokens"] == 64 * length
+    assert_idle(engine)
 
 
 def test_a_fork_is_found_and_planted() -> None:
@@ -139,22 +162,29 @@ def test_a_fork_is_found_and_planted() -> None:
 
 @pytest.mark.parametrize("policy", ["radix", "paged"])
 def test_routed_experts_come_whole_from_a_warm_cache(policy: str) -> None:
-    """Nobody kept the routes of a cached prefix, so the prompt is computed; the answer is left to others as any is."""
+    """They are kept with a prompt's end, and so are those of its later samples; a longer prompt is computed."""
     warm, cold = warm_engine(prefix_cache=policy), cold_engine()
     prompt = random_prompts(1, low=60, high=60)[0]
     params = SamplingParams(max_new_tokens=6, return_routed_experts=True)
-    for _ in range(2):
-        answers = ask(warm, [prompt] * 3, params)
-    expected = ask(cold, [prompt] * 3, params)
-    assert_same(answers, expected)  # pyright: ignore[reportPossiblyUnboundVariable]
-    for answer, other in zip(answers, expected, strict=True):  # pyright: ignore[reportPossiblyUnboundVariable]
-        assert answer.routed_experts is not None
-        assert other.routed_experts is not None
-        assert torch.equal(answer.routed_experts.sort(-1).values, other.routed_experts.sort(-1).values)
-    assert warm.stats()["cached_prompt_tokens"] == 0
-    ask(warm, [[*prompt, *answers[0].token_ids, 5]], SamplingParams(max_new_tokens=2))  # pyright: ignore[reportPossiblyUnboundVariable]
-    # The paged policy takes states at multiples of its unit only, and the answer ended elsewhere.
-    assert warm.stats()["cached_prompt_tokens"] == {"radix": 65, "paged": 0}[policy]
+    first, second = ask(warm, [prompt] * 3, params), ask(warm, [prompt] * 3, params)
+    for answers in (first, second):
+        assert_routed(answers, ask(cold, [prompt] * 3, params))
+    assert warm.stats()["prompt_tokens"] == 60
+    longer = [[*prompt, *first[0].token_ids, 5]]
+    assert_routed(ask(warm, longer, params), ask(cold, longer, params))
+    assert warm.stats()["prompt_tokens"] == 60 + 67
+    before = warm.stats()["cached_prompt_tokens"]
+    ask(warm, [[*longer[0], 6]], SamplingParams(max_new_tokens=2))
+    # The paged policy takes states at multiples of its unit only.
+    assert warm.stats()["cached_prompt_tokens"] - before == {"radix": 67, "paged": 64}[policy]
+
+
+def assert_routed(answers: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    assert_same(answers, expected)
+    for answer, other in zip(answers, expected, strict=True):
+        assert (answer.routed_experts is None) == (other.routed_experts is None)
+        if answer.routed_experts is not None and other.routed_experts is not None:
+            assert torch.equal(answer.routed_experts.sort(-1).values, other.routed_experts.sort(-1).values)
 
 
 def test_no_hit_crosses_versions() -> None:
@@ -176,7 +206,7 @@ def test_a_broken_answer_is_not_kept() -> None:
         while engine.stats()["generated_tokens"] < 3:
             await asyncio.sleep(0)
         with torch.inference_mode():
-            engine.slots.states[:, engine._requests["bad"][0].slot] = torch.nan
+            engine.pool.states[:, row_of(engine, "bad")] = torch.nan
         return await task
 
     broken = asyncio.run(run())
@@ -189,28 +219,27 @@ def test_a_broken_answer_is_not_kept() -> None:
 LONG = [SamplingParams(max_new_tokens=20 + i % 9, seed=i, return_routed_experts=i % 3 == 0) for i in range(12)]
 
 
-def check_retraction(**options) -> EmbeddedEngine:
+SMALL = {"split": {"num_pages": 30, "max_running": 8}, "unified": {"num_pages": 26, "max_running": 8, "cache_slots": 1}}
+
+
+def check_retraction(pool: str = "split", **options) -> EmbeddedEngine:
     """Twelve answers, four of them samples of one prompt, in a pool that holds three or four whole ones."""
     prompts = [*random_prompts(8, low=5, high=40, seed=5), *random_prompts(1, low=33, high=33, seed=6) * 4]
-    engine = warm_engine(num_pages=30, max_running=8, **options)
+    engine = warm_engine(cache_pool=pool, **SMALL[pool], **options)
     poison_before_steps(engine)
-    answers, expected = ask(engine, prompts, LONG), ask(cold_engine(), prompts, LONG)
-    assert_same(answers, expected)
-    for answer, other in zip(answers, expected, strict=True):
-        assert (answer.routed_experts is None) == (other.routed_experts is None)
-        if answer.routed_experts is not None and other.routed_experts is not None:
-            assert torch.equal(answer.routed_experts.sort(-1).values, other.routed_experts.sort(-1).values)
-    assert not engine._requests
+    assert_routed(ask(engine, prompts, LONG), ask(cold_engine(), prompts, LONG))
+    assert_idle(engine)
     return engine
 
 
 @pytest.mark.parametrize("policy", ["radix", "paged", "off"])
-@pytest.mark.parametrize("reserve", [0, 3])
-def test_a_retracted_request_loses_nothing(policy: str, reserve: int) -> None:
-    engine = check_retraction(prefix_cache=policy, reserve_tokens=reserve)
+@pytest.mark.parametrize(("reserve", "overlap"), [(0, False), (3, False), (3, True)])
+@pytest.mark.parametrize("pool", SMALL)
+def test_a_retracted_request_loses_nothing(policy: str, reserve: int, overlap: bool, pool: str) -> None:
+    engine = check_retraction(pool, prefix_cache=policy, reserve_tokens=reserve, overlap=overlap)
     assert engine.stats()["retracted"] > 0
     engine.sleep()
-    assert engine.pages.num_free == engine.pages.num_pages
+    assert not engine.pool.num_held
 
 
 def test_with_whole_lengths_reserved_nothing_is_retracted() -> None:
@@ -222,7 +251,7 @@ def test_growing_memory_admits_more_at_once() -> None:
     prompts = random_prompts(6, low=8, high=8, seed=3)
     most = {}
     for reserve in (None, 8):
-        engine, seen = warm_engine(num_pages=24, reserve_tokens=reserve, prefix_cache="off"), []
+        engine, seen = warm_engine(num_pages=24, reserve_tokens=reserve, prefix_cache="off", cache_pool="split"), []
         step = engine.runner.step
         engine.runner.step = lambda step=step, seen=seen, e=engine: (seen.append(e.scheduler.num_running), step())[1]
         ask(engine, prompts, SamplingParams(max_new_tokens=80, stop_token_ids=tuple(range(0, 256, 3))))
@@ -233,8 +262,8 @@ def test_growing_memory_admits_more_at_once() -> None:
 @pytest.mark.parametrize(
     ("verb", "edit"),
     [
-        ("_retract", ("request.routed = Stage.WAITING, 0, []", "request.routed = Stage.WAITING, 0, request.routed")),
-        ("_admit", ("(*request.prompt, *request.token_ids)", "request.prompt")),
+        ("_lead", ("request.cut_routes(request.num_cached)", "pass")),
+        ("_admit", ("request.feed = request.tokens", "request.feed = request.prompt")),
     ],
     ids=["routes are kept", "what was sampled is not computed again"],
 )
