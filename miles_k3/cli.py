@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from miles_k3.commands.bench import bench_attention, bench_kda, bench_moe
 from miles_k3.commands.export import export
 from miles_k3.commands.import_peft import import_peft
 from miles_k3.commands.launch import launch
@@ -35,6 +36,8 @@ app.command("import")(import_peft)
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
 app.add_typer(bench_app, name="bench")
+for _bench in (bench_moe, bench_kda, bench_attention):
+    bench_app.command(_bench.__name__.removeprefix("bench_"))(_bench)
 
 USER_ERROR = 2
 SIGNALLED = 128  # plus the signal's number, as shells have it

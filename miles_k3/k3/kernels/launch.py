@@ -1,0 +1,20 @@
+"""What every launch needs: whether kernels are interpreted, and block sizes."""
+
+from __future__ import annotations
+
+import os
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def power_of_two(size: int, *, at_least: int = 1, at_most: int = 1 << 30) -> int:
+    """The next power of two from `size` on, within bounds that are powers of two."""
+    return min(max(1 << (size - 1).bit_length(), at_least), at_most)
+
+
+def dividing_block(size: int, largest: int, smallest: int = 16) -> int:
+    """The largest power of two up to `largest` that divides `size`, so that no mask is needed; `smallest` if none."""
+    block = largest
+    while block > smallest and size % block:
+        block //= 2
+    return block

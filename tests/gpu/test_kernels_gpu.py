@@ -1,0 +1,102 @@
+"""The Triton kernels on a GPU, compiled: the interpreter's cases in both dtypes, and K3's own widths."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+
+def case_names() -> list[str]:
+    from helpers.kernel_cases import CASES
+
+    return list(CASES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", case_names())
+def test_kernel_equals_its_plain_twin(name: str, dtype: torch.dtype) -> None:
+    from helpers.kernel_cases import CASES, nan_filled_memory
+
+    with nan_filled_memory():
+        CASES[name](torch.device("cuda"), dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_experts_of_true_width(tokens: int) -> None:
+    """Latent 3584, inner 3072, 16 of 40 experts, LoRA of rank 16, in bfloat16 against fp32: by norm, 1 % or so."""
+    from helpers.kernel_cases import Draw, expert_term, fp32_term
+
+    from miles_k3.k3.kernels.fused_experts import fused_experts
+    from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts
+    from miles_k3.k3.ops import mxfp4
+    from miles_k3.k3.ops.latent_moe import latent_experts
+
+    draw = Draw(torch.device("cuda"), torch.bfloat16, tokens)
+    experts, latent, inner = 40, 3584, 3072
+    w13, w2 = (
+        draw.packed(*shape, scales=(116, 120)) for shape in ((experts, 2 * inner, latent), (experts, latent, inner))
+    )
+    z, chosen = draw.normal(tokens, latent), draw.chosen(tokens, 16, experts)
+    weights, term = torch.rand(tokens, 16, device="cuda"), expert_term(draw, experts, latent, inner, 16, None)
+    fused = partial(fused_experts, situ_beta=4.0, situ_linear_beta=25.0, lora=[term])
+    out = fused(z, weights, chosen, PackedExperts.of(*w13), PackedExperts.of(*w2))
+    plain = partial(latent_experts, situ_beta=4.0, situ_linear_beta=25.0, lora=[fp32_term(term)])
+    expected = plain(z.float(), weights, chosen, mxfp4.dequantize(*w13), mxfp4.dequantize(*w2))
+    assert ((out.float() - expected).norm() / expected.norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize("rows", [64, 3000, 9000])
+def test_grouped_products_of_true_width(rows: int) -> None:
+    """Every form of a tile that an average load picks; the shares of the experts differ widely, one gets nothing."""
+    from helpers.kernel_cases import Draw
+
+    from miles_k3.k3.kernels.grouped_mxfp4 import grouped_mxfp4, grouped_mxfp4_transposed
+    from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts
+    from miles_k3.k3.ops import mxfp4
+    from miles_k3.k3.ops.latent_moe import grouped_linear
+
+    draw = Draw(torch.device("cuda"), torch.bfloat16, rows)
+    packed, scale = draw.packed(60, 6144, 3584, scales=(116, 120))
+    share = torch.rand(60, generator=draw.generator) + 0.5
+    share[7] = 0
+    ends = (share.cumsum(0) / share.sum() * rows).round().int().cuda()
+    weight, dense = PackedExperts.of(packed, scale), mxfp4.dequantize(packed, scale, torch.bfloat16)
+    x, dy = draw.normal(rows, 3584), draw.normal(rows, 6144)
+    with torch.no_grad():
+        pairs = (
+            (grouped_mxfp4(x, weight, ends), grouped_linear(x, dense, ends)),
+            (grouped_mxfp4_transposed(dy, weight, ends), grouped_linear(dy, dense.transpose(1, 2).contiguous(), ends)),
+        )
+    for found, expected in pairs:
+        assert ((found.float() - expected.float()).norm() / expected.float().norm()).item() < 4e-3  # rounding of bf16
+
+
+def test_experts_in_a_cuda_graph() -> None:
+    """A recorded step replays on other tokens, routes and adapters without being recorded again."""
+    from helpers.kernel_cases import Draw, expert_term
+
+    from miles_k3.k3.kernels.fused_experts import fused_experts
+    from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts
+
+    draw = Draw(torch.device("cuda"), torch.bfloat16, 0)
+    w13, w2 = PackedExperts.of(*draw.packed(24, 256, 128)), PackedExperts.of(*draw.packed(24, 128, 128))
+    z, chosen, weights = draw.normal(5, 128), draw.chosen(5, 4, 24), torch.rand(5, 4, device="cuda")
+    term = expert_term(draw, 24, 128, 128, 16, None)
+
+    def step() -> torch.Tensor:
+        return fused_experts(z, weights, chosen, w13, w2, situ_beta=4.0, situ_linear_beta=25.0, lora=[term])
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(2):
+        z.copy_(draw.normal(5, 128))
+        chosen.copy_(draw.chosen(5, 4, 24))
+        term.b1.copy_(draw.normal(24, 128, 16))
+        graph.replay()
+        assert torch.equal(out, step())

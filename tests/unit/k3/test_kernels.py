@@ -1,0 +1,36 @@
+"""The Triton kernels in Triton's interpreter, in a process of their own: it is chosen when kernels are imported."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[2]
+SOURCE = (TESTS / "helpers/kernel_cases.py").read_text()
+NAMES = [
+    node.name for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef) and node.decorator_list
+    and isinstance(node.decorator_list[0], ast.Name) and node.decorator_list[0].id == "case"
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, str]:
+    """Case -> what went wrong, empty where nothing did."""
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "helpers.kernel_cases"], capture_output=True, text=True, check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernel_equals_its_plain_twin(name: str, results: dict[str, str]) -> None:
+    assert not results[name], results[name]
