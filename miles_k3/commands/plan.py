@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,9 @@ def plan(
     recipe: RecipeArg,
     overrides: SetOption = None,
     picture: Annotated[Path | None, typer.Option("--picture", metavar="PNG", help="Draw it, too.")] = None,
+    launch: Annotated[
+        bool, typer.Option("--launch", help="As miles-k3 launch starts it: each engine in a process of its own.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Bytes of every rank, phase and item as JSON.")] = False,
 ) -> None:
     """Plan the memory of every rank and phase from the model's config.json alone, and say what to change if it doesn't
@@ -32,6 +36,7 @@ def plan(
     config = read_config(loaded.recipe)
     cluster = loaded.recipe.cluster
     machine = this_machine(gpu=loaded.recipe.model.device != "cpu" and cluster.gpu_memory_gb is None)
+    machine = dataclasses.replace(machine, apart=launch)
     found = plan_recipe(loaded.recipe, config, machine, name=loaded.name)
     fix = None if found.fits else smallest_fix(loaded.recipe, config, machine)
     if as_json:

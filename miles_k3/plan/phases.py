@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,16 @@ FP32, BF16 = 4, 2
 # The interpreter with torch, megatron-core and transformers takes about 0.7 GB; the rest is room. One grading process.
 PROCESS_BYTES, GRADER_BYTES = 900_000_000, 200_000_000
 CONTEXT_BYTES = 1_500_000_000  # assumed: a process's CUDA context and its NCCL buffers
-EXPORT_BUCKET_BYTES = 1 << 30  # assumed of an engine in another process: two buckets are on their way at most
+EXPORT_BUCKET_BYTES = 64 << 20  # of adapters/transport, to an engine in another process: two are alive at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """What an embedded engine takes more in a process of its own: its base, and the newest adapter on the rank's host,
+    for the process that may come after it."""
+
+    base: int
+    adapter: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +44,30 @@ class Facts:
     export: int
     loading: int
     checkpoint: int
+    apart: Apart | None = None
 
 
-def rank_plans(recipe: Recipe, c: K3Config, world: int, *, cuda: bool, fla: bool) -> tuple[RankPlan, ...]:
-    """One plan for each pipeline rank: the others of its stage hold the same."""
-    return tuple(_rank_plan(recipe, c, world, pp_rank, cuda=cuda, fla=fla) for pp_rank in range(_pp(recipe)))
+def rank_plans(
+    recipe: Recipe, c: K3Config, world: int, *, cuda: bool, fla: bool, apart: bool = False
+) -> tuple[RankPlan, ...]:  # fmt: skip
+    """One plan for each pipeline rank: the others of its stage hold the same. `apart`: each rank's embedded engine has
+    a process and a base of its own (`miles-k3 launch`)."""
+    stages = range(recipe.trainer.parallel.pp)
+    return tuple(_rank_plan(recipe, c, world, pp_rank, cuda=cuda, fla=fla, apart=apart) for pp_rank in stages)
 
 
-def _rank_plan(recipe: Recipe, c: K3Config, world: int, pp_rank: int, *, cuda: bool, fla: bool) -> RankPlan:
+def _rank_plan(
+    recipe: Recipe, c: K3Config, world: int, pp_rank: int, *, cuda: bool, fla: bool, apart: bool
+) -> RankPlan:  # fmt: skip
     stages = rank_stages(recipe.trainer.parallel, c.num_hidden_layers, pp_rank)
-    layers = [layer for stage in stages for layer in stage]
+    layers, world_stages = [layer for stage in stages for layer in stage], recipe.trainer.parallel.pp
     facts = rank_facts(recipe, c, world, pp_rank, cuda=cuda, fla=fla)
+    if apart and recipe.rollout.engine == "embedded":
+        facts = dataclasses.replace(facts, apart=_apart(recipe, c))
     shown = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in stages)
     return RankPlan(
-        name=f"stage {pp_rank}: layers {shown}" if _pp(recipe) > 1 else f"every rank: layers {shown}",
-        layers=len(layers), count=world // _pp(recipe), device=_device(recipe, facts, cuda), host=_host(recipe, facts),
+        name=f"stage {pp_rank}: layers {shown}" if world_stages > 1 else f"every rank: layers {shown}",
+        layers=len(layers), count=world // world_stages, device=_device(recipe, facts, cuda), host=_host(recipe, facts),
     )  # fmt: skip
 
 
@@ -78,8 +97,11 @@ def rank_facts(recipe: Recipe, c: K3Config, world: int, pp_rank: int, *, cuda: b
     )
 
 
-def _pp(recipe: Recipe) -> int:
-    return recipe.trainer.parallel.pp
+def _apart(recipe: Recipe, c: K3Config) -> Apart:
+    itemsize, packed = _itemsize(recipe), recipe.model.base_dtype == "mxfp4"
+    whole = adapter_numbers(c, Share.whole(c), recipe.lora.rank, one_gate_up_a=False).total
+    base = base_bytes(c, Share.whole(c), itemsize=itemsize, packed=packed).total
+    return Apart(base=base, adapter=whole * itemsize)
 
 
 def _itemsize(recipe: Recipe) -> int:
@@ -146,10 +168,11 @@ def _loading_bytes(c: K3Config, base: BaseBytes, own: AdapterNumbers, itemsize: 
 
 
 def _device(recipe: Recipe, f: Facts, cuda: bool) -> Mapping[Phase, Bytes]:
-    embedded = recipe.rollout.engine == "embedded"
-    always = {"base": f.base, "engine base": f.engine.base, "adapter": f.adapter, "adapter slots": f.engine.slots}
+    alone = recipe.rollout.engine == "embedded" and f.apart is None
+    engine_base = f.engine.base if f.apart is None else f.apart.base
+    always = {"base": f.base, "engine base": engine_base, "adapter": f.adapter, "adapter slots": f.engine.slots}
     always["graphs"] = f.engine.graphs
-    always["runtime"] = CONTEXT_BYTES * (1 if embedded else 2) if cuda else 0
+    always["runtime"] = CONTEXT_BYTES * (1 if alone else 2) if cuda else 0
     learning = {"gradients": f.gradients, "optimizer": f.optimizer}
     caches = {"KV": f.engine.kv, "states": f.engine.states}
     both = {**always, **learning, **caches}
@@ -172,6 +195,8 @@ def _host(recipe: Recipe, f: Facts) -> Mapping[Phase, Bytes]:
     always = {"runtime": PROCESS_BYTES, "graders": recipe.task.reward_workers * GRADER_BYTES}
     if recipe.rollout.engine != "embedded":
         always["engine process"] = SGLANG_HOST_BYTES
+    if f.apart is not None:
+        always["engine process"] = PROCESS_BYTES + f.apart.adapter
     kept = {**always, "checkpoint": f.checkpoint} if recipe.trainer.async_checkpoint else always
     sleeping = {"sleeping optimizer": f.optimizer} if recipe.trainer.sleep_while_rollout else {}
     return {

@@ -23,6 +23,7 @@ class Machine:
     """What a plan is judged against where the recipe doesn't say: bytes, None where nobody knows.
 
     `gpus`: CUDA devices here; 0 plans for a CPU unless the recipe asks for CUDA. `fla`: whether its kernels are here.
+    `apart`: embedded engines get processes of their own, as `miles-k3 launch` starts them.
     """
 
     gpus: int = 0
@@ -30,6 +31,7 @@ class Machine:
     host_bytes: int | None = None
     name: str = "this machine"
     fla: bool = True
+    apart: bool = False
 
 
 def read_config(recipe: Recipe) -> K3Config:
@@ -56,7 +58,7 @@ def plan(recipe: Recipe, config: K3Config, machine: Machine, *, world: int | Non
     cuda = on_cuda(recipe, machine)
     kernel = recipe.trainer.kda_kernel
     fla = cuda and (kernel == "fla" or (kernel == "auto" and machine.fla and recipe.model.dtype == "bfloat16"))
-    ranks = rank_plans(recipe, config, world, cuda=cuda, fla=fla)
+    ranks = rank_plans(recipe, config, world, cuda=cuda, fla=fla, apart=machine.apart)
     return Plan(
         name=name, world=world, cuda=cuda, ranks=ranks, verdicts=_verdicts(recipe, ranks, world, machine, cuda),
         disk_bytes=checkpoint_bytes(recipe, config),

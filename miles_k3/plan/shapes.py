@@ -21,7 +21,7 @@ class Phase(StrEnum):
 # What the bytes of each item are. Order of pictures and tables.
 ITEMS: Mapping[str, str] = {
     "base": "frozen weights that the trainer computes from (an embedded engine reads the same)",
-    "engine base": "the engine's own copy of the frozen weights, experts packed",
+    "engine base": "an engine's own copy of the frozen weights",
     "adapter": "the trained factors",
     "gradients": "fp32 gradients of the factors",
     "optimizer": "fp32 masters and Adam's moments",
@@ -33,7 +33,7 @@ ITEMS: Mapping[str, str] = {
     "rollout work": "working memory of a prompt step, and logits",
     "buffers": "an export's copies of the adapter, or what loading unpacks",
     "runtime": "CUDA contexts and communication buffers, or the interpreter and its libraries",
-    "engine process": "the engine's scheduler process on the host",
+    "engine process": "the engine's process on the host",
     "graders": "reward worker processes",
     "sleeping optimizer": "masters and moments while the engine samples",
     "checkpoint": "the copy of a checkpoint that is being written",

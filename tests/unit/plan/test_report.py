@@ -108,6 +108,15 @@ def test_ranks_of_a_cpu_share_the_machine() -> None:
     assert not plan(two, read_config(two), Machine(host_bytes=2 * 10**9)).fits
 
 
+def test_an_engine_in_a_process_of_its_own_has_its_own_base() -> None:
+    recipe = load_recipe("tiny-ray").recipe
+    config = read_config(recipe)
+    together, apart = (plan(recipe, config, Machine(apart=apart)).ranks[0] for apart in (False, True))
+    more = {name: size - together.device[Phase.TRAIN].get(name, 0) for name, size in apart.device[Phase.TRAIN].items()}
+    assert more == {name: apart.device[Phase.TRAIN]["base"] if name == "engine base" else 0 for name in more}
+    assert apart.host_bytes(Phase.TRAIN) > together.host_bytes(Phase.TRAIN) + 900_000_000
+
+
 def test_the_whole_model_is_planned_in_seconds_without_torch() -> None:
     code = (
         "import sys; sys.argv = ['miles-k3', 'plan', 'k3-64xgb300']\n"
