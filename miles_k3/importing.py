@@ -114,7 +114,7 @@ def _changed(recipe: Recipe, changes: Sequence[Change]) -> Recipe:
 def _notes(source: Path, given: Recipe, fitted: Recipe) -> Iterator[str]:
     named = json.loads((source / CONFIG_FILE).read_text()).get("base_model_name_or_path")
     if named and Path(named).resolve() != Path(given.model.path).resolve():
-        yield f"the adapter names the base {named}, the recipe trains on {given.model.path}: only shapes are known to fit"
+        yield f"the adapter names the base {named}, the recipe trains {given.model.path}: only shapes are known to fit"
     if given.lora.init_from is not None:
         yield f"lora.init_from was {given.lora.init_from}; it is the imported adapter now"
     scales = [section.alpha / section.rank for section in (given.lora, fitted.lora)]
