@@ -80,11 +80,10 @@ def _timed(call: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def _time_copies(update: AdapterUpdate, repeats: int, fresh: bool) -> list[float]:
-    """Fresh memory costs page faults, as it does a receiver, whose tensors are new at each hand-over."""
-    if fresh:
-        return _timed(lambda: [tensor.clone() for tensor in update.tensors.values()], repeats)
-    targets = [torch.empty_like(t) for t in update.tensors.values()]
-    return _timed(lambda: [a.copy_(b) for a, b in zip(targets, update.tensors.values(), strict=True)], repeats)
+    """Fresh memory costs page faults; it is one piece, so large that the allocator asks the system for it each time."""
+    whole = stream.Stream(list(update.tensors.values()))
+    target = torch.empty(len(whole), dtype=torch.uint8)
+    return _timed(lambda: whole.read(0, torch.empty_like(target) if fresh else target), repeats)
 
 
 def _time_hashes(update: AdapterUpdate, repeats: int) -> list[float]:

@@ -195,7 +195,21 @@ def test_an_own_cluster_ends_with_its_run(tmp_path: Path) -> None:
     bad = ("task.name=reasoning_gym:nonsense", "cluster.ranks_per_node=2", "trainer.parallel.pp=2")
     output = finish(launch(tmp_path, *bad, mark=mark), 2)
     assert len(re.findall("^error: .*nonsense", output, re.MULTILINE)) == 1, output
-    deadline = time.monotonic() + 30
+    assert_none_left(mark)
+
+
+def test_an_own_cluster_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    process = launch(tmp_path, "cluster.ranks_per_node=2", "run.steps=100", mark=mark)
+    wait_until(lambda: steps_done(tmp_path) >= 3, process)
+    assert len([p for p in psutil.process_iter() if marked(p, mark)]) > 5, "ranks, engines, graders, Ray's own"
+    process.kill()
+    assert_none_left(mark)
+    assert "step-000001" in {p.name for p in (tmp_path / "tiny-cpu" / "checkpoints").iterdir()}
+
+
+def assert_none_left(mark: str) -> None:
+    deadline = time.monotonic() + 60
     while left := [p for p in psutil.process_iter() if marked(p, mark)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)

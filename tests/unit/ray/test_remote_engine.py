@@ -119,6 +119,20 @@ def test_a_slow_process_with_signs_of_life_is_left_alone() -> None:
     asyncio.run(main())
 
 
+def test_one_request_asks_for_all_of_them() -> None:
+    async def main() -> None:
+        process = Process()
+        engine = engine_over(process, timeout_s=0.05)
+        asked = [asyncio.ensure_future(engine.generate([1], SamplingParams())) for _ in range(20)]
+        await until(lambda: process.verbs.count("stats") >= 2)
+        assert process.verbs.count("stats") <= 4
+        for name in list(process.under_way):
+            process.answer(name)
+        await asyncio.gather(*asked)
+
+    asyncio.run(main())
+
+
 def test_aborted_requests_are_not_issued_again() -> None:
     async def main() -> None:
         first, second = Process(), Process()
