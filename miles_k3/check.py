@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from miles_k3.config import Recipe
-from miles_k3.errors import CheckpointError, MilesError
+from miles_k3.errors import CheckpointError
+from miles_k3.findings import Finding, Findings
 from miles_k3.parallel import data_parallel_size, layout_problems, planned_world
 from miles_k3.plan.planner import Machine, checkpoint_bytes, on_cuda, plan, this_machine
 from miles_k3.plan.report import gb, listed
@@ -19,8 +17,6 @@ from miles_k3.tokenizer import PROBE, read_tokenizer, render_probe
 from miles_k3.world import ALONE, World
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from miles_k3.k3.config import K3Config
     from miles_k3.rollout.tasks.registry import GradedTask
     from miles_k3.types import Prompt
@@ -28,35 +24,12 @@ if TYPE_CHECKING:
 TRIED_PROMPTS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The answer to one question about a recipe."""
-
-    name: str
-    ok: bool
-    text: str
-
-
-class _Findings(list[Finding]):
-    def add(self, name: str, ok: bool, text: str) -> None:
-        self.append(Finding(name, ok, text))
-
-    @contextmanager
-    def asking(self, name: str) -> Iterator[None]:
-        """An error of the product inside the block is the answer to the question, one finding a sentence."""
-        try:
-            yield
-        except (MilesError, OSError) as error:
-            for line in str(error).splitlines():
-                self.add(name, False, line)
-
-
 def check_recipe(recipe: Recipe, world: World = ALONE) -> list[Finding]:
     """Ask every question that can be answered; what depends on a failed one is left out. Loads no weights.
 
     `world`: the ranks of the launcher; in one process the least number that the recipe's layout needs is assumed.
     """
-    found = _Findings()
+    found = Findings()
     _check_sizes(found, recipe)
     config = _check_model(found, recipe)
     assumed = world.size == 1
@@ -75,35 +48,17 @@ def check_recipe(recipe: Recipe, world: World = ALONE) -> list[Finding]:
     return list(found)
 
 
-def print_findings(findings: list[Finding], console: Console | None = None) -> None:
-    """One line a finding, ✓ or ✗ first."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = console or Console(highlight=False)
-    if not console.is_terminal:  # whole lines, for pipes and logs
-        for finding in findings:
-            console.print(f"{'✓' if finding.ok else '✗'} {finding.name}: {finding.text}", markup=False, soft_wrap=True)
-        return
-    table = Table(box=None, show_header=False, padding=(0, 1))
-    for finding in findings:
-        mark = Text("✓", "green") if finding.ok else Text("✗", "bold red")
-        table.add_row(mark, Text(finding.name, "bold"), Text(finding.text))
-    console.print(table)
-
-
 def longest_sequence(recipe: Recipe) -> int:
     """Tokens of the longest prompt and answer that the recipe allows."""
     return recipe.task.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens
 
 
-def _check_sizes(found: _Findings, recipe: Recipe) -> None:
+def _check_sizes(found: Findings, recipe: Recipe) -> None:
     longest, packed = longest_sequence(recipe), recipe.trainer.micro_batch_tokens  # the recipe was refused otherwise
     found.add("sizes", True, f"the longest sequence of {longest} tokens fits into a micro-batch of {packed}")
 
 
-def _check_model(found: _Findings, recipe: Recipe) -> K3Config | None:
+def _check_model(found: Findings, recipe: Recipe) -> K3Config | None:
     from miles_k3.k3.config import K3Config
 
     config = None
@@ -119,7 +74,7 @@ def _check_model(found: _Findings, recipe: Recipe) -> K3Config | None:
     return config
 
 
-def _check_layout(found: _Findings, recipe: Recipe, config: K3Config, world: World, *, assumed: bool) -> None:
+def _check_layout(found: Findings, recipe: Recipe, config: K3Config, world: World, *, assumed: bool) -> None:
     from miles_k3.launch import launch_problems, train_command
 
     problems = launch_problems(recipe, config, world)
@@ -149,7 +104,7 @@ def _ranks_here(recipe: Recipe, ranks: int) -> int:
     return min(ranks, torch.cuda.device_count()) if on_cuda else ranks
 
 
-def _check_weights(found: _Findings, recipe: Recipe, folder: Path, config: K3Config) -> None:
+def _check_weights(found: Findings, recipe: Recipe, folder: Path, config: K3Config) -> None:
     from miles_k3.k3.safetensors_io import Checkpoint
     from miles_k3.k3.weights import UNPACKED
 
@@ -168,7 +123,7 @@ def _check_weights(found: _Findings, recipe: Recipe, folder: Path, config: K3Con
             )
 
 
-def _check_tokenizer(found: _Findings, recipe: Recipe, config: K3Config | None) -> Any | None:
+def _check_tokenizer(found: Findings, recipe: Recipe, config: K3Config | None) -> Any | None:
     folder = recipe.model.path
     if not (Path(folder) / "tokenizer.json").is_file():
         found.add("tokenizer", False, f"{folder}/tokenizer.json does not exist; copy it from the model's source")
@@ -185,7 +140,7 @@ def _check_tokenizer(found: _Findings, recipe: Recipe, config: K3Config | None) 
     return tokenizer if fits and _check_template(found, folder, tokenizer) else None
 
 
-def _check_template(found: _Findings, folder: str, tokenizer: Any) -> bool:
+def _check_template(found: Findings, folder: str, tokenizer: Any) -> bool:
     with found.asking("template"):
         text = render_probe(folder, tokenizer)
         found.add("template", PROBE in text, f"a question becomes {text!r}")
@@ -193,7 +148,7 @@ def _check_template(found: _Findings, folder: str, tokenizer: Any) -> bool:
     return False
 
 
-def _check_task(found: _Findings, recipe: Recipe, tokenizer: Any) -> None:
+def _check_task(found: Findings, recipe: Recipe, tokenizer: Any) -> None:
     from miles_k3.rollout.tasks.registry import make_task
 
     with found.asking("task"):
@@ -214,7 +169,7 @@ def _check_task(found: _Findings, recipe: Recipe, tokenizer: Any) -> None:
             _check_reward(found, recipe, task, prompts)
 
 
-def _check_reward(found: _Findings, recipe: Recipe, task: GradedTask, prompts: list[Prompt]) -> None:
+def _check_reward(found: Findings, recipe: Recipe, task: GradedTask, prompts: list[Prompt]) -> None:
     from miles_k3.rollout.tasks.rewards import RewardPool
 
     prompt = next((p for p in prompts if p.answer), None)
@@ -237,7 +192,7 @@ def _check_reward(found: _Findings, recipe: Recipe, task: GradedTask, prompts: l
         )
 
 
-def _check_disk(found: _Findings, recipe: Recipe, config: K3Config) -> None:
+def _check_disk(found: Findings, recipe: Recipe, config: K3Config) -> None:
     with found.asking("disk"):
         needed = (recipe.run.keep_checkpoints + 1) * checkpoint_bytes(recipe, config)
         folder = Path(recipe.run.folder).expanduser().absolute()
@@ -249,7 +204,7 @@ def _check_disk(found: _Findings, recipe: Recipe, config: K3Config) -> None:
         found.add("disk", needed <= free, f"{gb(needed)} for {kept}, {gb(free)} free in {folder}{hint}")
 
 
-def _check_memory(found: _Findings, recipe: Recipe, config: K3Config, world: World) -> None:
+def _check_memory(found: Findings, recipe: Recipe, config: K3Config, world: World) -> None:
     with found.asking("memory"):
         machine = this_machine(gpu=recipe.model.device != "cpu")
         if machine.gpus == 0 and on_cuda(recipe, machine):  # looked at from a machine without GPUs

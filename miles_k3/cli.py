@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from miles_k3.commands.bench import bench_attention, bench_kda, bench_moe
+from miles_k3.commands.doctor import doctor
 from miles_k3.commands.export import export
 from miles_k3.commands.import_peft import import_peft
 from miles_k3.commands.launch import launch
@@ -31,6 +32,7 @@ app.add_typer(recipe_app, name="recipe")
 app.command()(plan)
 app.command()(launch)
 app.command()(serve)
+app.command()(doctor)
 app.command()(export)
 app.command("import")(import_peft)
 
@@ -174,7 +176,8 @@ def evaluate(
 @app.command()
 def check(recipe: RecipeArg, overrides: SetOption = None) -> None:
     """Try out everything a run needs, without training: model, data, template, reward, disk, memory."""
-    from miles_k3.check import check_recipe, print_findings
+    from miles_k3.check import check_recipe
+    from miles_k3.findings import print_findings
     from miles_k3.recipe import load_recipe
     from miles_k3.world import world_of
 

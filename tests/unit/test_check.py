@@ -13,8 +13,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from miles_k3 import check
-from miles_k3.check import Finding, check_recipe, print_findings
+from miles_k3.check import check_recipe
 from miles_k3.config import Recipe
+from miles_k3.findings import Finding, Level, print_findings
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.params import iter_params
 from miles_k3.k3.safetensors_io import TORCH_DTYPE, write_checkpoint
@@ -226,7 +227,7 @@ def test_the_right_answer_must_earn_it_all_and_an_empty_one_less(
 
 
 def test_findings_are_one_line_each_or_a_table(tmp_path: Path) -> None:
-    findings = [Finding("sizes", True, "fit " * 40), Finding("model", False, "[red] gone")]
+    findings = [Finding("sizes", Level.OK, "fit " * 40), Finding("model", Level.FAIL, "[red] gone")]
     plain = Console(file=io.StringIO(), width=40)
     print_findings(findings, plain)
     lines = plain.file.getvalue().splitlines()  # type: ignore[attr-defined]

@@ -12,8 +12,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from miles_k3 import cli
-from miles_k3.check import Finding
 from miles_k3.errors import SyncError
+from miles_k3.findings import Finding, Level
 from miles_k3.recipe import load_recipe
 from miles_k3.run_folder import RunFolder
 
@@ -190,13 +190,13 @@ def test_eval_of_a_recipe_a_run_and_an_adapter(run_cli, loop: list, tmp_path: Pa
     assert len(loop) == 3
 
 
-@pytest.mark.parametrize(("ok", "code", "mark"), [(True, 0, "✓"), (False, 1, "✗")])
+@pytest.mark.parametrize(("level", "code", "mark"), [(Level.OK, 0, "✓"), (Level.WARN, 0, "!"), (Level.FAIL, 1, "✗")])
 def test_check_fails_when_a_finding_does(
-    run_cli, monkeypatch: pytest.MonkeyPatch, ok: bool, code: int, mark: str
+    run_cli, monkeypatch: pytest.MonkeyPatch, level: Level, code: int, mark: str
 ) -> None:
     import miles_k3.check
 
-    findings = [Finding("sizes", True, "fit"), Finding("model", ok, "[/m] " + "long " * 60)]
+    findings = [Finding("sizes", Level.OK, "fit"), Finding("model", level, "[/m] " + "long " * 60)]
     monkeypatch.setattr(miles_k3.check, "check_recipe", lambda recipe, world: findings)
     done = run_cli("check", "tiny-cpu")
     assert done.code == code
