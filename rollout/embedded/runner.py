@@ -76,15 +76,12 @@ class Runner:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Queue the next step and file the results of the one before (without overlap, its own); who ended."""
-        start, done = time.perf_counter(), []
+        start = time.perf_counter()
         step = self.scheduler.plan()
-        if step is None:
-            done += self.collect()
-            step = self.scheduler.plan()
-        if step is None or not (step.has_work or self._in_flight or done):
+        if not (step.has_work or self._in_flight):
             raise EngineError(f"{len(self.scheduler.waiting)} requests wait and none can run: a bug in the scheduler")
         queued = self._launch(step) if step.has_work else None
-        done += self.collect()
+        done = self.collect()
         self._in_flight = queued
         if not self.overlap:
             done += self.collect()

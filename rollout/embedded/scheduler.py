@@ -89,20 +89,16 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=lambda r: r.rank)
 
     # --- planning -----------------------------------------------------------------------------------------------
-    def plan(self) -> Step | None:
-        """Admit whoever fits and choose the next step. None: somebody must be retracted, whose tokens are still in
-        flight; collect them and plan again."""
-        if not self._grow():
-            return None
+    def plan(self) -> Step:
+        """Admit whoever fits and choose the next step. Who was retracted waits at least until its tokens are known."""
+        self._grow()
         # Whoever was retracted comes back when somebody has ended, not to be retracted again at once.
         self._crowded = self._crowded and self.num_running > 0
-        while self.waiting and not self._crowded:
+        while self.waiting and not self._crowded and not self.waiting[0].in_flight:
             if self._admit(self.waiting[0]):
                 self.waiting.pop(0)
             elif (victim := self._outranked(self.waiting[0])) is None:
                 break
-            elif victim.in_flight:
-                return None
             else:
                 self._retract(victim)
         ready, self._ready = tuple(self._ready), []
@@ -195,19 +191,13 @@ class Scheduler:
         return chunks
 
     # --- pressure -----------------------------------------------------------------------------------------------
-    def _grow(self) -> bool:
-        """Pages for the token that each decoding request feeds next, first in rank first; the last may have to go.
-
-        False: one of them would have to go whose tokens are in flight.
-        """
+    def _grow(self) -> None:
+        """Pages for the token that each decoding request feeds next, first in rank first; the last may have to go."""
         for request in sorted(self.decoding, key=lambda r: r.rank):
             while request.stage is Stage.DECODE and not request.is_full and not self._has_room(request):
                 victim = max((r for r in self.decoding if not r.params.protected), key=lambda r: r.rank)
-                if victim.in_flight:
-                    return False
                 self._retract(victim)
                 self._crowded = True
-        return True
 
     def _has_room(self, request: Request) -> bool:
         if request.num_cached < self.memory.capacity(request):
@@ -224,7 +214,6 @@ class Scheduler:
 
     def _retract(self, request: Request) -> None:
         """Back to the queue, with what it has sampled; its cached tokens are left to the prefix cache."""
-        self._ready = [(r, ending) for r, ending in self._ready if r is not request]
         self._free(request, keep=True)
         self.decoding.remove(request)
         request.num_cached, request.stops = 0, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib.util import find_spec
 
 import pytest
@@ -19,6 +20,7 @@ from miles_k3.recipe import load_recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 TENTH = 0.1
+WORK_SPACE = 80e6  # bytes that cuBLAS takes once for a process, at its first product
 # A quarter of K3's widths; allocations are in the gigabytes, so that rounding and work spaces stay small beside them.
 WIDTHS = {
     "vocab_size": 32768, "hidden_size": 1792, "kda_num_heads": 24, "kda_head_dim": 128, "num_attention_heads": 24,
@@ -53,6 +55,7 @@ class Held:
     """What a block leaves allocated on the device, and the most that it had."""
 
     def __enter__(self) -> Held:
+        gc.collect()  # what an earlier test's objects held in cycles doesn't count
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         self.before = torch.cuda.memory_allocated()
@@ -104,4 +107,4 @@ def test_a_step_takes_what_is_planned(
             )
     engine.close()
     for name, (planned, found) in rows.items():
-        assert planned == pytest.approx(found, rel=TENTH), name
+        assert planned == pytest.approx(found, rel=TENTH, abs=WORK_SPACE), name

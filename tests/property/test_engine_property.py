@@ -7,6 +7,7 @@ from collections import Counter
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 import torch
 from helpers.engines import (
     adapter_update,
@@ -17,12 +18,21 @@ from helpers.engines import (
     random_prompts,
     tokens_of,
 )
+from helpers.mutants import mutate
 from helpers.pool_driver import make_pool, poison
-from hypothesis import HealthCheck, given, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from miles_k3.rollout.cache.blocks import Kind
 from miles_k3.rollout.cache.layout import Layout
+from miles_k3.rollout.cache.shared_pages import SharedPages
 from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.prefix import Prefixes
 from miles_k3.rollout.embedded.request import Request, Stage
@@ -65,8 +75,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count = 0
 
     @rule(
-        kind=st.integers(0, 2), length=st.integers(1, 20), new=st.integers(1, 12), version=st.integers(0, 1),
-        copies=st.integers(1, 3), routes=st.booleans(), priority=st.integers(0, 1), protected=st.booleans(),
+        kind=st.integers(0, 2), length=st.sampled_from([1, 4, 7, 8, 17, 20]), new=st.integers(1, 12),
+        version=st.integers(0, 1), copies=st.integers(1, 3), routes=st.booleans(), priority=st.integers(0, 1),
+        protected=st.booleans(),
     )  # fmt: skip
     def submit(
         self, kind: int, length: int, new: int, version: int, copies: int, routes: bool, priority: int, protected: bool
@@ -110,16 +121,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, steps: int, overlap: bool) -> None:
         for _ in range(steps):
             plan = self.scheduler.plan()
-            if plan is None:
-                self._collect()
-                plan = self.scheduler.plan()
-            assert plan is not None
             assert plan.has_work or self.flying or not self.scheduler.has_work
             self.pool.flush()
             poison(self.pool)
             flying = []
             feeds = dict(self.flying)
             with self.pool.forward():
+                self.memory.page_rows([*plan.decodes, *(r for r, _ in plan.chunks)], LONGEST)  # as attention reads them
                 for request in plan.decodes:
                     tokens = (*request.tokens, *([feeds[request]] if request.in_flight else []))
                     flying.append((request, self._compute(request, tokens, 1)))
@@ -240,6 +248,36 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 SchedulerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestScheduler = SchedulerMachine.TestCase
+
+MISTAKES = {
+    "a follower gets no state": (RequestMemory, "fork", ("self.pool.copy_slots(", "print(")),
+    "a follower gets no last page": (RequestMemory, "fork", ("self.pool.copy_pages(", "print(")),
+    "a seat keeps its pages": (RequestMemory, "give", ("self._table[request.seat] = 0", "pass")),
+    "a page is given to two": (SharedPages, "hold", ("self._holders[page] += 1", "pass")),
+    "a snapshot is of another state": (
+        Prefixes, "_snapshot", ("pool.copy_slots([request.slot], [slot])", "pool.copy_slots([0], [slot])"),
+    ),
+    "a prefix is taken over without its state": (
+        Prefixes, "attach", ("[match.slot], [request.slot]", "[0], [request.slot]"),
+    ),
+    "a prefix is taken over without its tail": (Prefixes, "attach", ("self.memory.pool.copy_pages(", "print(")),
+    "versions share prompts": (Scheduler, "_leader_for", ("(request.version, request.feed)", "(0, request.feed)")),
+    "a retracted one keeps its count": (Scheduler, "_retract", ("request.num_cached, request.stops = 0, []", "pass")),
+    "a full request decodes on": (Scheduler, "plan", ("if not r.is_full and", "if")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_machine_sees_planted_mistakes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, edit = MISTAKES[mistake]
+    monkeypatch.setattr(owner, name, mutate(getattr(owner, name), edit))
+    quick = settings(
+        max_examples=150, stateful_step_count=30, deadline=None, derandomize=True, phases=[Phase.generate],
+        report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
+        run_state_machine_as_test(SchedulerMachine, settings=quick)
+
 
 PROMPTS = [p for p in random_prompts(6, low=1, high=40, seed=31) for _ in range(2)]
 

@@ -19,9 +19,12 @@ CHECK_TREE = runpy.run_path(str(ROOT / "scripts" / "check_tree.py"))
 
 
 def requirements(*extras: str) -> list[Requirement]:
+    """The project's own, and those of its extras, which may name one another."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
-    return [Requirement(line) for line in lines]
+    asked = [Requirement(line) for line in lines]
+    named = [extra for own in asked if own.name == project["name"] for extra in own.extras]
+    return [r for r in asked if r.name != project["name"]] + (requirements(*named) if named else [])
 
 
 def pins(name: str) -> dict[str, Version]:

@@ -30,11 +30,9 @@ def steps_of(engine: EmbeddedEngine) -> list[Step]:
     """Every step that is planned from now on."""
     seen, plan = [], engine.scheduler.plan
 
-    def watched() -> Step | None:
-        step = plan()
-        if step is not None:
-            seen.append(step)
-        return step
+    def watched() -> Step:
+        seen.append(plan())
+        return seen[-1]
 
     engine.scheduler.plan = watched  # type: ignore[method-assign]
     return seen
