@@ -1,6 +1,6 @@
 # `make demo` and `make test` work on a fresh machine: the bootstrap makes .venv when it is missing or out of date.
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-parallel test-gpu test-sglang lint format clean
+.PHONY: help env demo docs test test-slow test-parallel test-gpu test-sglang lint format clean
 
 PYTEST := .venv/bin/pytest
 # Options for pytest, for example: make test ARGS="tests/unit -k lora"
@@ -16,6 +16,7 @@ help:
 	@echo "make demo           post-train the tiny model on this machine, about 3 minutes after set-up"
 	@echo "make test           the tests that need neither a GPU nor much time"
 	@echo "make lint           ruff, pyright, import-linter and the check of the tree"
+	@echo "make docs           the documentation as a site, in site/"
 	@echo "make format         put the code into ruff's format"
 	@echo "make test-slow      test-parallel, test-gpu, test-sglang: the tests with that mark"
 	@echo "make clean          remove caches and builds (.venv and runs/ stay)"
@@ -42,6 +43,10 @@ test-gpu: env
 test-sglang: env
 	HF_HUB_OFFLINE=1 $(PYTEST) -m sglang --timeout=1800 --durations=10 $(ARGS)
 
+docs: env
+	.venv/bin/mkdocs build --strict --quiet -f docs/mkdocs/mkdocs.yml
+	@echo "site/index.html"
+
 lint: env
 	@.venv/bin/pre-commit run --all-files
 
@@ -50,5 +55,5 @@ format: env
 	@.venv/bin/ruff format .
 
 clean:
-	rm -rf build dist ./*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist site ./*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find miles_k3 trainer rollout adapters scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,13 +25,13 @@ SHORT = (
 )  # fmt: skip
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def commands() -> list[list[str]]:
-    """Each command of the README's shell blocks, split into words, without its comment."""
-    text = HEREDOC.sub("", "".join(blocks("sh"))).replace("\\\n", " ")
+def commands(page: str = README) -> list[list[str]]:
+    """Each command of a page's shell blocks, the README's by default, split into words, without its comment."""
+    text = HEREDOC.sub("", "".join(blocks("sh", page))).replace("\\\n", " ")
     return [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
 
 
@@ -61,6 +61,40 @@ def test_own_data_from_the_file_to_the_pictures(
     assert {p.name for p in Path("runs/mine/plots").iterdir()} == {"reward.png", "mismatch.png", "time.png"}
     assert "accuracy: " in capfd.readouterr().out
     assert Path("runs/mine/adapter/adapter_config.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_run_is_exported_and_imported_as_its_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "export.md").read_text()
+    small = [x for value in (*SHORT, "run.steps=1", "eval.prompts=0") for x in ("--set", value)]
+    miles(["miles-k3", "train", "tiny-cpu", "--set", "run.name=mine", *small], monkeypatch)
+    ours = commands(page)
+    assert [words[1] for words in ours] == ["export", "export", "export", "import", "train"]
+    for words in ours:
+        miles([*words, *(small if words[1] == "train" else [])], monkeypatch)
+    assert {"mine-adapter", "mine-bf16", "mine-mxfp4", "runs"} == {p.name for p in tmp_path.iterdir()}
+    assert (tmp_path / "runs" / "next" / "adapter" / "adapter_config.json").is_file()
+    assert capfd.readouterr().out.count("read back and compared: ") == 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_on_the_pages_have_the_options_that_they_name(page: Path) -> None:
+    """Every `miles-k3` of a shell block, also behind torchrun, is a command with those options."""
+    for words in commands(page.read_text()):
+        starts = [i for i, word in enumerate(words) if Path(word).name in ("miles-k3", "miles_k3")]
+        if not starts:
+            continue
+        command: typer.core.TyperCommand = typer.main.get_command(cli.app)  # type: ignore[assignment]
+        rest = [word for word in words[starts[0] + 1 :] if word != "--debug"]
+        while hasattr(command, "commands"):
+            assert rest, f"{page.name}: {shlex.join(words)} names no command"
+            command, rest = command.commands[rest[0]], rest[1:]  # type: ignore[attr-defined]
+        known = {option for parameter in command.params for option in parameter.opts}
+        named = {word.partition("=")[0] for word in rest if word.startswith("--") and word != "--"}
+        assert named <= known, f"{page.name}: {shlex.join(words)}"
 
 
 def test_make_targets_exist() -> None:
