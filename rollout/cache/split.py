@@ -29,10 +29,10 @@ class SplitPool(BlockPool):
         self.layout, self.device, self.page_size = layout, device, layout.page_size
         self.block_bytes = {Kind.SLOT: layout.slot_bytes, Kind.PAGE: layout.page_bytes}
         self._counts = {Kind.SLOT: num_slots, Kind.PAGE: num_pages}
-        self._free = {kind: list(range(1, count + 1)) for kind, count in self._counts.items()}
         self._tensors: tuple[Tensor, Tensor, Tensor] | None = None
+        self.wake()  # first: what doesn't fit is refused by the allocator, before a book of as many blocks is made
+        self._free = {kind: list(range(1, count + 1)) for kind, count in self._counts.items()}
         super().__init__({kind: Ledger(kind, count + 1) for kind, count in self._counts.items()})
-        self.wake()
 
     @classmethod
     def of_budget(cls, layout: Layout, num_bytes: int, slot_share: float, device: torch.device) -> SplitPool:

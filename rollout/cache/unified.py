@@ -46,12 +46,12 @@ class UnifiedPool(BlockPool):
         self.layout, self.device, self._num_bytes = layout, device, num_bytes
         self.page_size = layout.page_size
         self.block_bytes = {Kind.SLOT: layout.slot_bytes, Kind.PAGE: layout.page_bytes}
-        self.places = Places(usable, layout.slot_bytes, layout.page_bytes)
-        self._last_page_row = usable // layout.page_bytes - 1
+        self._usable, self._last_page_row = usable, usable // layout.page_bytes - 1
         self._buffer: Tensor | None = None
         self._views: Views | None = None
+        self.wake()  # first: what doesn't fit is refused by the allocator, before a book of as many blocks is made
+        self.places = Places(usable, layout.slot_bytes, layout.page_bytes)
         super().__init__(self.places.ledgers)
-        self.wake()
 
     # --- books --------------------------------------------------------------------------------------------------
     def fits(self, *, slots: int = 0, pages: int = 0) -> bool:
@@ -157,5 +157,5 @@ class UnifiedPool(BlockPool):
 
     def wake(self) -> None:
         if self._buffer is None:
-            self._buffer = torch.zeros(self.places.num_bytes, dtype=torch.uint8, device=self.device)
+            self._buffer = torch.zeros(self._usable, dtype=torch.uint8, device=self.device)
             self._views = Views.of(self.layout, self._buffer)
