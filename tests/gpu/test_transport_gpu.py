@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing
-from typing import Any
 
+import pytest
 import torch
-from helpers.adapter_senders import facts, random_update
+from helpers.adapter_senders import fetch_all_on_cuda, random_update
 
-from miles_k3.adapters.transport.local import Offer, fetch
+from miles_k3.adapters.transport.local import Offer
 from miles_k3.adapters.update import make_update
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 HAND_OVERS = 5
-
-
-def _fetch_all(pipe: Any) -> None:
-    while (address := pipe.recv()) is not None:
-        update = fetch(address, source="rank 0", device="cuda", timeout_s=60)
-        pipe.send((facts(update), {t.device.type for t in update.tensors.values()}))
 
 
 def test_an_adapter_crosses_processes_on_the_device_and_leaves_no_memory() -> None:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_fetch_all, args=(theirs,), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=fetch_all_on_cuda, args=(theirs,), daemon=True)
     process.start()
     host = random_update(0, num_bytes=4 << 20)
     held = []

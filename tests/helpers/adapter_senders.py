@@ -47,6 +47,13 @@ def fetch_and_tell(address: str, pipe: Any) -> None:
         pipe.send(str(error))
 
 
+def fetch_all_on_cuda(pipe: Any) -> None:
+    """Fetch into the device's memory from each address that comes, until None; send `facts` and the devices."""
+    while (address := pipe.recv()) is not None:
+        update = fetch(address, source="rank 0", device="cuda", timeout_s=60)
+        pipe.send((facts(update), {t.device.type for t in update.tensors.values()}))
+
+
 def fetch_and_die(address: str, pipe: Any) -> None:
     """Fetch, and be killed in the midst of it."""
     _die_at(3)
