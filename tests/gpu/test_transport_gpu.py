@@ -29,7 +29,8 @@ def test_an_adapter_crosses_processes_on_the_device_and_leaves_no_memory() -> No
         (found, hash_, borrowed), devices = ours.recv()
         assert (found, hash_, borrowed, devices) == (version, update.sha256, [], {"cuda"})
         held.append(torch.cuda.memory_allocated())
-    assert len(set(held[1:])) == 1, f"allocated after each hand-over: {held}"
+    # The other side lets a bucket go when it likes, so one may be still, or no longer, there: none is left behind.
+    assert max(held[1:]) <= held[0], f"allocated after each hand-over: {held}"
     ours.send(None)
     process.join(60)
     assert process.exitcode == 0
