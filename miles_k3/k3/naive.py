@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens each (right padding is harmless: nothing looks ahe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -84,11 +84,20 @@ class NaiveK3:
 
     def hidden(self, tokens_BT: Tensor) -> Tensor:
         """The last AttnRes mixture [B, T, H]."""
-        c = self.config
+        return self.taps(tokens_BT, [self.config.num_hidden_layers - 1])
+
+    def taps(self, tokens_BT: Tensor, layers: Sequence[int]) -> Tensor:
+        """The mixtures after `layers` (0-based), which the next layer's attention, or the output, reads before its
+        norm: [B, T, len(layers) * H] in the order given (spec 6.2)."""
         prefix, bank = self.weight(TEXT + "embed_tokens.weight")[tokens_BT], []
-        for layer in range(c.num_hidden_layers):
+        found = {}
+        for layer in range(self.config.num_hidden_layers):
             prefix, bank = self.layer(layer, prefix, bank)
-        return self.attn_res(prefix, bank, TEXT + "output_attn_res")
+            if layer in layers:
+                last = layer + 1 == self.config.num_hidden_layers
+                reader = TEXT + "output_attn_res" if last else layer_prefix(layer + 1) + "self_attention_res"
+                found[layer] = self.attn_res(prefix, bank, reader)
+        return torch.cat([found[layer] for layer in layers], dim=-1)
 
     def layer(self, i: int, prefix: Tensor, bank: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         c, p = self.config, layer_prefix(i)

@@ -5,6 +5,8 @@ Shapes: T tokens, B requests, H hidden, V vocabulary, M MoE layers, K chosen exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,11 +37,17 @@ class EngineModel:
         self.moes = [MoeLayer(c, w.moe, layer) if w.moe else None for layer, w in enumerate(self.weights.layers)]
 
     def hidden(
-        self, batch: StepBatch, adapters: StepAdapters, *, capture: bool = False
+        self,
+        batch: StepBatch,
+        adapters: StepAdapters,
+        *,
+        capture: bool = False,
+        after_layer: Callable[[int, ResidualBank], None] | None = None,
     ) -> tuple[ResidualBank, Tensor | None]:
         """Run every layer; (residual rows of all tokens, chosen experts int16 [T, M, K] if `capture`).
 
-        Writes the new tokens into the caches that the batch names.
+        Writes the new tokens into the caches that the batch names. `after_layer` sees the residual after each layer,
+        which goes on changing: `tap` takes from it what a draft model reads.
         """
         residual = ResidualBank(self.weights.embed[batch.tokens_T], self.config.bank_rows(len(self.mlps)) + 1)
         chosen: list[Tensor] = []
@@ -48,6 +56,8 @@ class EngineModel:
             experts_TK = self._mlp(layer, w, residual, adapters)
             if capture and experts_TK is not None:
                 chosen.append(experts_TK.to(torch.int16))
+            if after_layer is not None:
+                after_layer(layer, residual)
         return residual, torch.stack(chosen, dim=1) if capture else None
 
     def _attention(
@@ -69,6 +79,11 @@ class EngineModel:
             out_TH = out_TH.add_(routed_TH)
         residual.add(out_TH)
         return experts_TK
+
+    def tap(self, layer: int, residual: ResidualBank) -> Tensor:
+        """The mixture after `layer`, [T, H]: what the next layer's attention, or the output, reads before its norm."""
+        last = layer + 1 == len(self.weights.layers)
+        return residual.mix(self.weights.out_query_H if last else self.weights.layers[layer + 1].attn_query_H)
 
     def final(self, residual: ResidualBank, rows: Tensor | None = None) -> Tensor:
         """What the output head reads, [rows, H], of the tokens at stream indices `rows` (None: all)."""

@@ -1,0 +1,61 @@
+"""What a draft reads of its target: taps and last hidden states of whole sequences, by one forward without caches.
+
+Shapes: T tokens of a sequence, W tap width, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from miles_k3.k3.ops.residual_bank import ResidualBank
+from miles_k3.rollout.embedded.batch import uncached_batch
+from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.embedded.lora import StepAdapters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TargetStates:
+    """Of one sequence: the taps that make the draft's context, and what the output head reads (its logits by row)."""
+
+    taps_TW: Tensor
+    final_TH: Tensor
+
+
+def target_states(
+    engine: EmbeddedEngine, sequences: Sequence[Sequence[int]], layers: Sequence[int], *, chunk_tokens: int = 4096
+) -> list[TargetStates]:
+    """Of each sequence, under the engine's newest adapter; `layers` are 0-based, taps in their order (spec 6.2).
+
+    Sequences are computed about `chunk_tokens` at a time. Uses no cache, so it works while the engine sleeps.
+    """
+    states: list[TargetStates] = []
+    batch: list[Sequence[int]] = []
+    for sequence in sequences:
+        if batch and sum(map(len, batch)) + len(sequence) > chunk_tokens:
+            states += _forward(engine, batch, layers)
+            batch = []
+        batch.append(sequence)
+    return states + (_forward(engine, batch, layers) if batch else [])
+
+
+@torch.no_grad()
+def _forward(engine: EmbeddedEngine, sequences: Sequence[Sequence[int]], layers: Sequence[int]) -> list[TargetStates]:
+    model, device = engine.runner.model, engine.runner.device
+    taps: dict[int, Tensor] = {}
+
+    def after_layer(layer: int, residual: ResidualBank) -> None:
+        if layer in layers:
+            taps[layer] = model.tap(layer, residual)
+
+    counts = [len(s) for s in sequences]
+    adapters = StepAdapters.of(engine.store, [engine.adapter_version] * len(counts), counts, device)
+    residual, _ = model.hidden(uncached_batch(sequences, device), adapters, after_layer=after_layer)
+    taps_TW = torch.cat([taps[layer] for layer in layers], dim=-1)
+    return [
+        TargetStates(taps_TW=t, final_TH=f)
+        for t, f in zip(taps_TW.split(counts), model.final(residual).split(counts), strict=True)
+    ]
