@@ -11,6 +11,7 @@ import typer
 
 from miles_k3.commands.bench import bench_attention, bench_kda, bench_moe
 from miles_k3.commands.doctor import doctor
+from miles_k3.commands.draft import draft_app
 from miles_k3.commands.export import export
 from miles_k3.commands.import_peft import import_peft
 from miles_k3.commands.launch import launch
@@ -28,6 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(recipe_app, name="recipe")
+app.add_typer(draft_app, name="draft")
 
 app.command()(plan)
 app.command()(launch)

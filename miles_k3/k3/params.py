@@ -54,6 +54,7 @@ class Part(StrEnum):
     SHARED = "shared"
     EXPERT = "expert"
     VISION = "vision"
+    DRAFT = "draft"  # of the draft model's own table, draft_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

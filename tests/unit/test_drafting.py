@@ -1,0 +1,81 @@
+"""`miles-k3 draft train` from end to end: what it writes, going on after a kill, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from miles_k3 import drafting
+from miles_k3.cli import app
+from miles_k3.errors import ConfigError
+from miles_k3.k3.config import K3Config
+from miles_k3.k3.draft_params import draft_params
+from miles_k3.rollout.speculative.draft_io import read_draft
+from miles_k3.rollout.speculative.draft_train import DraftTrainer
+
+ASSETS = Path(__file__).parents[2] / "assets"
+
+
+def train(out: Path, *more: str) -> Any:
+    options = ["--steps", "6", "--prompts", "8", "--group-size", "2", "--eval-prompts", "4", "--save-every", "2"]
+    return CliRunner().invoke(
+        app, ["draft", "train", "tiny-cpu", "--out", str(out), *options, *more], catch_exceptions=False
+    )
+
+
+def test_a_killed_training_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    said = train(whole)
+    assert said.exit_code == 0
+    assert "greedy, past the end" in said.stdout
+    step = DraftTrainer.step
+
+    def dies(self: DraftTrainer, examples: Any) -> dict[str, float]:
+        if self.num_steps == 5:
+            raise KeyboardInterrupt
+        return step(self, examples)
+
+    monkeypatch.setattr(DraftTrainer, "step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        drafting_run(killed)
+    monkeypatch.undo()
+    assert not (killed / "draft").exists()
+    assert train(killed, "--resume").exit_code == 0
+    for name in ("samples.jsonl", "metrics.jsonl", "acceptance.json", "draft/model.safetensors", "draft/config.json"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+    config, _ = read_draft(whole / "draft", K3Config.from_folder(ASSETS / "tiny-k3"), torch.float32)
+    assert load_file(whole / "draft" / "model.safetensors").keys() == {p.name for p in draft_params(config)}
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 6]
+    refused_resumes(whole)
+
+
+def drafting_run(out: Path) -> None:
+    """As the command line does it, but for its handling of interrupts."""
+    from miles_k3.commands.draft import train as command
+
+    command("tiny-cpu", out, steps=6, prompts=8, group_size=2, eval_prompts=4, save_every=2)
+
+
+def refused_resumes(out: Path) -> None:
+    with pytest.raises(ConfigError, match="is there already; go on with it by --resume"):
+        train(out)
+    with pytest.raises(ConfigError, match=r"other settings \(training: .*'lr': 0\.002.*'lr': 0\.1"):
+        train(out, "--resume", "--lr", "0.1")
+    with pytest.raises(ConfigError, match="no training of a draft to go on with"):
+        train(out.with_name("nothing"), "--resume")
+
+
+@pytest.mark.parametrize("name", ["tiny-k3", "kimi-k3", "k3-4layer"])
+def test_a_new_draft_fits_its_target(name: str) -> None:
+    target = K3Config.from_folder(ASSETS / name)
+    config = drafting.new_draft_config(target)
+    config.refuse_target(target, name)
+    if name == "kimi-k3":
+        assert sum(p.num_params for p in draft_params(config)) == 2_249_289_601
