@@ -34,6 +34,12 @@ def export_merged(
     Everything is in `folder`.partial until it is whole and, with `verify`, found right. Raises ConfigError,
     CheckpointError or AdapterError; what is written stays for `resume`.
     """
+    if resume and (report := _finished(folder, origin, target)) is not None:
+        told(f"{folder} is whole already")
+        if verify:
+            verify_merged(folder, origin.model, origin.config, origin.adapter)
+            told("read back and compared")
+        return report
     with Checkpoint(origin.model) as base:
         base.require(base.table(origin.config))
         _refuse_merged_base(origin, base)
@@ -45,6 +51,16 @@ def export_merged(
             marker = {MERGE_MARKER: _adapter_name(origin)}
             losses = Losses.merged(out.write(merger.pieces, merger.losses.take, marker, _teller(told, out)))
             return _finish(origin, target, out, losses, verify=verify, prompts=prompts, told=told)
+
+
+def _finished(folder: Path, origin: Origin, target: Target) -> dict[str, Any] | None:
+    """The report of a whole export of the same adapter in the same form; None where there is none."""
+    try:
+        report = json.loads((folder / REPORT).read_text())
+        same = report["adapter"]["sha256"] == origin.sha256 and report["to"] == target
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return report if same else None
 
 
 def _finish(

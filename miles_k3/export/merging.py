@@ -19,7 +19,7 @@ from miles_k3.k3.params import Param, Part, iter_params
 from miles_k3.k3.safetensors_io import Checkpoint
 
 Target = Literal["bf16", "mxfp4"]
-ROWS_NUMBERS = 1 << 22  # numbers merged at a time: 16 MB of float32, a handful of which are alive
+ROWS_NUMBERS = 1 << 20  # numbers merged at a time: 4 MB of float32, a dozen of which are alive
 
 
 class Merger:

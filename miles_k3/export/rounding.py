@@ -10,10 +10,6 @@ from torch import Tensor
 
 from miles_k3.k3.ops import mxfp4
 
-# From each E2M1 level to the next one outwards (the scale doubles beyond 6) and inwards, in units of the scale.
-_OUTWARDS = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0)
-_INWARDS = (0.5, 0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0)
-
 
 @dataclass(slots=True)
 class Loss:
@@ -80,32 +76,36 @@ def bf16_loss(base: Tensor, delta: Tensor, stored: Tensor) -> Loss:
     """`base` fp32 that BF16 holds, `delta` fp32, `stored` what was written, as fp32."""
     _, exponent = torch.frexp(base)
     half = torch.ldexp(torch.ones_like(base), exponent.clamp(min=-125) - 9)  # BF16 has 8 bits: a step is 2^(e - 8)
-    return _loss(base, delta, stored, torch.where(base == 0, 0.0, half))
+    return _loss(base, delta, stored, half.masked_fill_(base == 0, 0.0))
 
 
 def mxfp4_loss(base: Tensor, delta: Tensor, packed: Tensor, scale: Tensor) -> Loss:
     """`base` and `delta` fp32 [rows, D]; `packed` and `scale` what was written for their sum."""
-    base_packed, base_scale = mxfp4.quantize(base)
-    codes = (mxfp4.unpack_codes(base_packed) & 7).int()
-    outwards = torch.tensor(_OUTWARDS)[codes]
-    inwards = torch.tensor(_INWARDS)[codes]
-    step = torch.where(delta * base >= 0, outwards, inwards)
-    one = torch.ones_like(base_scale, dtype=torch.float32)
-    group = torch.ldexp(one, base_scale.int() - mxfp4.SCALE_BIAS).repeat_interleave(32, dim=-1)
-    empty = (base.unflatten(-1, (-1, 32)) == 0).all(-1).repeat_interleave(32, dim=-1)  # takes the delta's own scale
-    loss = _loss(base, delta, mxfp4.dequantize(packed, scale), torch.where(empty, 0.0, step * group / 2))
-    loss.groups, loss.rescaled = scale.numel(), int((scale != base_scale).sum())
+    exponent = mxfp4.scale_exponent(base.unflatten(-1, (-1, 32)).abs().amax(-1))
+    unit = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+    size = mxfp4.nearest_level((base.unflatten(-1, (-1, 32)) / unit.unsqueeze(-1)).abs_())
+    # To the next level: outwards (beyond 6 the scale doubles) its octave's step, inwards that of the octave below.
+    outwards = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    inwards = torch.where(size <= 2, 0.5, torch.where(size <= 4, 1.0, 2.0))
+    half = torch.where((delta * base >= 0).view_as(size), outwards, inwards).mul_(unit.unsqueeze(-1) / 2)
+    half.masked_fill_((base.unflatten(-1, (-1, 32)) == 0).all(-1, keepdim=True), 0.0)  # takes the delta's own scale
+    loss = _loss(base, delta, mxfp4.dequantize(packed, scale), half.flatten(-2))
+    loss.groups, loss.rescaled = scale.numel(), int((scale.int() != exponent + mxfp4.SCALE_BIAS).sum())
     return loss
 
 
 def _loss(base: Tensor, delta: Tensor, stored: Tensor, half_step: Tensor) -> Loss:
-    square = delta.double().square()
-    moved = stored - base
+    square, moved = delta.square(), stored - base
     return Loss(
         numbers=base.numel(),
-        changed=int((moved != 0).sum()),
-        energy=float(square.sum()),
-        below=float(square[delta.abs() < half_step].sum()),
-        error=float((moved - delta).double().square().sum()),
-        along=float((moved.double() * delta).sum()),
+        changed=int(moved.count_nonzero()),
+        energy=_sum(square),
+        below=_sum(square.mul_(delta.abs() < half_step)),
+        along=_sum(moved * delta),
+        error=_sum(moved.sub_(delta).square_()),
     )
+
+
+def _sum(values: Tensor) -> float:
+    """Rows in float32, their sums in float64."""
+    return float(values.sum(-1).double().sum())

@@ -58,10 +58,10 @@ def test_the_recipe_follows_the_adapter(adapter: Path, tmp_path: Path) -> None:
 def test_what_doesn_t_fit_the_recipe_is_changed_and_said(tmp_path: Path) -> None:
     folder = make_adapter(tmp_path / "adapter", base="elsewhere/K3", rank=24, share_gate_up_a=False)
     made = import_peft(folder, "tiny-cpu", tmp_path / "next", ["lora.init_from=/x"])
-    changes = {change.key: change.adapter for change in made.changes}
-    expected = {"lora.rank": 24, "lora.alpha": 6.0, "lora.share_gate_up_a": False, "rollout.max_lora_rank": 24}
-    assert {key: changes.get(key, expected[key]) for key in expected} == expected
-    assert load_recipe(made.folder).recipe.rollout.max_lora_rank >= 24
+    assert {change.key for change in made.changes} >= {"lora.rank", "lora.alpha", "lora.share_gate_up_a"}
+    recipe = load_recipe(made.folder).recipe
+    assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.share_gate_up_a) == (24, 6.0, False)
+    assert recipe.rollout.max_lora_rank >= 24
     assert any("names the base elsewhere/K3" in note for note in made.notes)
     assert any("lora.init_from was /x" in note for note in made.notes)
 

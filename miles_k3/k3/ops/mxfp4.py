@@ -74,31 +74,45 @@ def quantize(weight: Tensor, *, least_error: bool = False) -> tuple[Tensor, Tens
     amax = groups.abs().amax(-1)
     if not (amax <= LARGEST).all():
         raise ValueError(f"weight holds NaN, infinity or a magnitude above {LARGEST:.3g}, which MXFP4 can't express")
-    exponent = _scale_exponent(amax)
+    exponent = scale_exponent(amax)
+    scaled = _scaled(groups, exponent)
     if least_error:
-        smaller = (exponent - 1).clamp(min=-SCALE_BIAS)
-        exponent = torch.where(_squared_error(groups, smaller) < _squared_error(groups, exponent), smaller, exponent)
-    codes = _codes(groups, exponent).flatten(-2)
-    return pack_codes(codes), (exponent + SCALE_BIAS).to(torch.uint8)
+        double, smaller = scaled * 2, exponent > -SCALE_BIAS  # errors in units of the smaller scale
+        better = smaller & (_squared_error(double) < 4 * _squared_error(scaled))
+        exponent = exponent - better.int()
+        scaled = torch.where(better.unsqueeze(-1), double, scaled)
+    codes = _magnitudes(scaled) | (torch.signbit(scaled).to(torch.uint8) << 3)
+    return pack_codes(codes.flatten(-2)), (exponent + SCALE_BIAS).to(torch.uint8)
 
 
-def _codes(groups: Tensor, exponent: Tensor) -> Tensor:
-    """Nearest codes of values [..., G, 32] at scales 2^exponent [..., G]; magnitudes beyond the last level take it."""
-    scaled = groups * _powers(torch.float32, groups.device)[SCALE_BIAS - exponent].unsqueeze(-1)
-    thresholds = torch.tensor(THRESHOLDS, device=groups.device)
-    magnitude = torch.bucketize(scaled.abs(), thresholds, out_int32=True).to(torch.uint8)
-    return magnitude | (torch.signbit(scaled).to(torch.uint8) << 3)
+def _scaled(groups: Tensor, exponent: Tensor) -> Tensor:
+    """Values [..., G, 32] in units of 2^exponent [..., G]; exact, but for what float32 can't hold so small."""
+    return groups * _powers(torch.float32, groups.device)[SCALE_BIAS - exponent].unsqueeze(-1)
 
 
-def _squared_error(groups: Tensor, exponent: Tensor) -> Tensor:
-    """Of each group [..., G], in float64, where no square is lost or overflows."""
-    powers = _powers(torch.float64, groups.device)
-    levels = torch.tensor(LEVELS, dtype=torch.float64, device=groups.device)[(_codes(groups, exponent) & 7).int()]
-    return (groups.double().abs() - levels * powers[exponent + SCALE_BIAS].unsqueeze(-1)).square_().sum(-1)
+def _magnitudes(scaled: Tensor) -> Tensor:
+    """Number of the nearest level, u8; beyond the last level that one."""
+    thresholds = torch.tensor(THRESHOLDS, device=scaled.device)
+    return torch.bucketize(scaled.abs(), thresholds, out_int32=True).to(torch.uint8)
 
 
-def _scale_exponent(amax: Tensor) -> Tensor:
-    """ceil(log2(amax / 6)), exact where a float log2 is not: amax = m 2^e with 1/2 <= m < 1, and 6 = 3/4 2^3."""
+def _squared_error(scaled: Tensor) -> Tensor:
+    """Of each group [..., G], in units of its scale's square."""
+    magnitude = scaled.abs()
+    return nearest_level(magnitude).sub_(magnitude).square_().sum(-1)
+
+
+def nearest_level(magnitude: Tensor) -> Tensor:
+    """The E2M1 value next to each magnitude, up to the last; of two at the same distance, either."""
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return (magnitude / step).round_().mul_(step).clamp_(max=LEVELS[-1])
+
+
+def scale_exponent(amax: Tensor) -> Tensor:
+    """The published rule's, for a group's largest magnitude: ceil(log2(amax / 6)).
+
+    Exact where a float log2 is not: amax = m 2^e with 1/2 <= m < 1, and 6 = 3/4 2^3.
+    """
     mantissa, exponent = torch.frexp(amax)
     exponent = torch.where(mantissa <= 0.75, exponent - 3, exponent - 2).clamp(min=-SCALE_BIAS)
     return torch.where(amax == 0, ZERO_GROUP_SCALE - SCALE_BIAS, exponent)

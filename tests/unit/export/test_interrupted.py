@@ -76,7 +76,7 @@ def test_the_losses_of_shards_made_earlier_are_in_the_report(export, merged, ins
 
 def test_a_shard_that_changed_after_it_was_noted_is_made_again(export, merged, inside, tmp_path):
     assert killed(export, tmp_path / "out", inside[2], resume=False)
-    first = sorted((tmp_path / "out.partial").glob("*.safetensors"))[0]
+    first = sorted((tmp_path / "out.partial").glob("model-*.safetensors"))[0]
     with first.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         last = file.read(1)[0]
@@ -98,7 +98,7 @@ def test_a_full_disk_loses_nothing(export, merged, tmp_path, monkeypatch):
     monkeypatch.setattr(NewFile, "write", full)
     with pytest.raises(CheckpointError, match="go on with --resume once there is room; what is written stays"):
         export(tmp_path / "out", "mxfp4")
-    left = sorted(p.name for p in (tmp_path / "out.partial").glob("*.safetensors"))
+    left = sorted(p.name for p in (tmp_path / "out.partial").glob("model-*.safetensors"))
     assert len(left) == 2
     assert not list((tmp_path / "out.partial").glob(".tmp-*")), "what was begun would keep the room"
     room[0] = 10**9
@@ -239,6 +239,17 @@ def test_verify_finds_a_flipped_bit(case, merged, tmp_path, target, match, bit):
         with pytest.raises(CheckpointError, match="export it again") as error:
             verify_merged(folder, case.base, case.config, adapter)
     assert name.removesuffix("_scale") in str(error.value)
+
+
+def test_a_finished_export_is_left_as_it_is(export, merged, tmp_path):
+    folder = shutil.copytree(merged("mxfp4"), tmp_path / "copy")
+    assert export(folder, "mxfp4", resume=True, verify=True)["to"] == "mxfp4"
+    assert contents(folder) == contents(merged("mxfp4"))
+    with pytest.raises(ConfigError, match="exists already"):
+        export(folder, "bf16", resume=True)
+    flip(folder, "experts.3.w1.weight_packed", 0)
+    with pytest.raises(CheckpointError, match="export it again"):
+        export(folder, "mxfp4", resume=True, verify=True)
 
 
 def test_a_shard_asks_for_no_more_than_it_says(tmp_path, case):
