@@ -12,12 +12,18 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from miles_k3 import drafting
+from miles_k3.assemble import load_engine
 from miles_k3.cli import app
 from miles_k3.errors import ConfigError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.draft_params import draft_params
+from miles_k3.recipe import load_recipe
+from miles_k3.rollout.speculative.draft import DraftModel
+from miles_k3.rollout.speculative.draft_eval import measure_acceptance
 from miles_k3.rollout.speculative.draft_io import read_draft
 from miles_k3.rollout.speculative.draft_train import DraftTrainer
+from miles_k3.rollout.tasks.registry import make_task
+from miles_k3.world import ALONE
 
 ASSETS = Path(__file__).parents[2] / "assets"
 
@@ -79,3 +85,21 @@ def test_a_new_draft_fits_its_target(name: str) -> None:
     config.refuse_target(target, name)
     if name == "kimi-k3":
         assert sum(p.num_params for p in draft_params(config)) == 2_249_289_601
+
+
+@pytest.mark.slow
+def test_the_shipped_draft_is_accepted_as_the_documentation_says() -> None:
+    recipe = load_recipe("tiny-cpu").recipe
+    engine = load_engine(recipe, ALONE)
+    config, weights = read_draft(ASSETS / "tiny-k3-draft", engine.config, torch.float32)
+    target = engine.runner.model.weights
+    model = DraftModel(config, weights, target.embed, target.head)
+    prompts = make_task(recipe.task, engine.tokenizer, seed=0).eval_prompts(64)
+    ended, longer = (
+        measure_acceptance(model, engine, [p.token_ids for p in prompts], max_new_tokens=12, stop_token_ids=stop,
+                           sampled=False)
+        for stop in ((engine.config.eos_token_id,), ())
+    )  # fmt: skip
+    assert ended.mean_accepted > 0.75 * ended.room
+    assert longer.mean_accepted > 3.0
+    engine.close()
