@@ -84,6 +84,7 @@ def logits(folder: Path, adapter: Path | None = None) -> torch.Tensor:
         return model(torch.arange(3, 43).view(2, 20))
 
 
+@pytest.mark.slow
 def test_merged_in_bf16_evaluates_like_base_and_adapter(
     run: Path, call: Callable[..., SimpleNamespace], tmp_path: Path
 ) -> None:

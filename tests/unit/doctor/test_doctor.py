@@ -16,11 +16,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.runs import train_here
+from helpers.runs import small_recipe
+from helpers.tiny import tiny_adapter
 
 from miles_k3 import cli
+from miles_k3.adapters.peft_io import save_peft
+from miles_k3.adapters.update import make_update
 from miles_k3.doctor import diagnosis, machine, reach, storage, versions
 from miles_k3.findings import Finding, Findings, Level
+from miles_k3.k3.config import K3Config
+from miles_k3.run_folder import RunFolder
+from miles_k3.types import AdapterConfig
 
 TINY = Path(__file__).parents[3] / "assets" / "tiny-k3"
 OK, WARN, FAIL = Level.OK, Level.WARN, Level.FAIL
@@ -237,10 +243,19 @@ def test_hashes(model: Path, tmp_path: Path, source: str) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder as the loop leaves it, but for the trainer's part of the checkpoints."""
     root = tmp_path_factory.mktemp("runs")
-    small = ("rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.sampling.max_new_tokens=2")
-    train_here(root, "run.steps=2", "run.save_every=1", *small)
-    return root / "tiny-cpu"
+    with RunFolder.create(small_recipe(root)) as run:
+        for step in (1, 2):
+            draft = run.begin_checkpoint(step)
+            assert draft is not None
+            (draft.folder / "loop.json").write_text(json.dumps({"step": step}))
+            run.commit_checkpoint(draft)
+        run.metrics_path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(3)))
+        shape = AdapterConfig(rank=8, alpha=16.0)
+        tensors = tiny_adapter(K3Config.from_folder(TINY), shape)
+        save_peft(run.adapter, make_update(2, shape, tensors), str(TINY))
+    return run.path
 
 
 def test_a_run(finished: Path, tmp_path: Path) -> None:
@@ -262,8 +277,6 @@ def test_a_run(finished: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapter(finished: Path, tmp_path: Path) -> None:
-    from miles_k3.k3.config import K3Config
-
     config = K3Config.from_folder(TINY)
     only(asked(storage.check_adapter, finished / "adapter", config), OK, "rank 8, alpha 16", "whole")
     copy = Path(shutil.copytree(finished / "adapter", tmp_path / "adapter"))
