@@ -20,6 +20,7 @@ from miles_k3.k3.config import K3Config
 
 TENSOR_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+SPELT_OUT = 3  # a wrong rank misshapes every tensor
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
@@ -120,6 +121,7 @@ class PeftReader:
         return self._keys[names[expert if len(names) > 1 else 0]]
 
     def _header_findings(self) -> Iterator[str]:
+        misshapen: list[str] = []
         for t in self.layout.values():
             expected = list(t.shape if self._grouped(t.name) else t.shape[1:])
             dtypes = set()
@@ -127,16 +129,20 @@ class PeftReader:
                 header = self._file.get_slice(self._keys[name])
                 dtypes.add(header.get_dtype())
                 if header.get_shape() != expected:
-                    yield (
-                        f"has {name} of shape {header.get_shape()}, this model and rank need {expected}: "
-                        "an adapter for another model"
-                    )
+                    misshapen.append(name)
+                    if len(misshapen) <= SPELT_OUT:
+                        yield (
+                            f"has {name} of shape {header.get_shape()}, this model and rank need "
+                            f"{expected}: an adapter for another model, or another r than adapter_config.json says"
+                        )
             if not dtypes <= _SAFETENSORS_DTYPES.keys():
                 yield f"has {t.name} in {'/'.join(sorted(dtypes))}, expected F32 or BF16; convert it"
             elif len(dtypes) > 1:
                 yield (
                     f"has experts of {t.module} in different dtypes ({', '.join(sorted(dtypes))}); convert them to one"
                 )
+        if len(misshapen) > SPELT_OUT:
+            yield f"has {len(misshapen)} tensors of other shapes than this model and rank need, in all"
 
     def _outer_findings(self, t: AdapterTensor) -> Iterator[str]:
         """Expanded copies of the factor that all experts share must be equal."""

@@ -79,7 +79,7 @@ def explain(found: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> tuple[
     """pydantic's findings as sentences, one a parameter, and the first parameter at fault."""
     complaints: dict[str, list[str]] = {}
     for error in found:
-        name = ".".join(_place(error["loc"][1:]))
+        name = "" if error["type"] == "json_invalid" else ".".join(_place(error["loc"][1:]))
         complaints.setdefault(name, []).append(_complaint(error, fields))
     sentences = [f"{name or 'the body'} {' or '.join(dict.fromkeys(c))}" for name, c in complaints.items()]
     return sentences, next((name for name in complaints if name), None)
@@ -96,7 +96,9 @@ def _complaint(error: Mapping[str, Any], fields: Sequence[str]) -> str:
         known = f"; supported are {', '.join(fields)}" if len(error["loc"]) == 2 and fields else ""
         return f"is not a supported parameter{known}"
     if kind == "json_invalid":
-        return f"is not JSON: {error['ctx']['error']}"
+        return f"is not JSON at character {error['loc'][-1]}: {error['ctx']['error']}"
+    if isinstance(given, bytes):
+        return "was not read as JSON; send it with content-type: application/json"
     if kind == "missing":
         return "is missing"
     if kind == "value_error":

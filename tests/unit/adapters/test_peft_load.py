@@ -116,6 +116,15 @@ def test_a_key_with_and_without_prefix(config, saved):
         load_peft(saved, config)
 
 
+def test_a_wrong_rank_is_told_in_a_few_lines(config, saved):
+    edit_config(saved, r=8)
+    with pytest.raises(AdapterError, match=r"or another r than adapter_config.json says") as refusal:
+        load_peft(saved, config)
+    *spelt_out, counted = str(refusal.value).splitlines()
+    assert len(spelt_out) == 3
+    assert "tensors of other shapes than this model and rank need, in all" in counted
+
+
 def test_adapter_for_another_model(config, saved):
     other = replace(config, hidden_size=64)
     with pytest.raises(

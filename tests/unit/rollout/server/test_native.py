@@ -194,6 +194,25 @@ def test_bad_adapters_are_refused_and_nothing_changes(client: httpx.Client, root
     assert load(client, "a1")["version"] == 1
 
 
+@pytest.mark.parametrize(
+    ("body", "kind", "message"),
+    [
+        (b"{bad", "application/json", "the body is not JSON at character 1: "),
+        (b"\xff\xfe{}", "application/json", "the body is not JSON at character 0: "),
+        (
+            b'{"input_ids": [1]}',
+            "text/plain",
+            "the body was not read as JSON; send it with content-type: application/json",
+        ),
+    ],
+)
+def test_a_body_that_is_not_json(client: httpx.Client, body: bytes, kind: str, message: str) -> None:
+    answer = client.post("/generate", content=body, headers={"content-type": kind})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+    assert answer.json()["error"]["param"] is None
+
+
 def test_a_tampered_upload_is_refused(client: httpx.Client, root: Path, tmp_path: Path) -> None:
     """A link in the archive would make the server read its own files."""
     archive = io.BytesIO()
