@@ -173,7 +173,7 @@ def test_trap_07_only_layer_0s_attention_side_has_no_gradient(model):
     {
         "none before the MLP": naive(('y = self.attn_res(prefix, bank, p + "mlp_res")', "y = prefix")),
         "none before attention": naive((ATTENTION_MIX, "x = prefix")),
-        "none at the end": naive(('return self.attn_res(prefix, bank, TEXT + "output_attn_res")', "return prefix")),
+        "none at the end": naive(("found[layer] = self.attn_res(prefix, bank, reader)", "found[layer] = prefix")),
         "layer 0 aggregates": naive(
             (ATTENTION_MIX, ATTENTION_MIX.replace("(prefix, bank,", "(prefix, bank or [2 * prefix],").split(" if ")[0])
         ),
