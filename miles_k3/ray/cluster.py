@@ -69,7 +69,7 @@ def joined(recipe: Recipe) -> Iterator[None]:
             address=address, log_to_driver=True, logging_level=logging.WARNING, namespace="miles-k3",
             **(local if address == LOCAL else {}),
         )  # fmt: skip
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except Exception as error:  # Ray raises a bare Exception when a node doesn't start in time
         raise _unreachable(address, error) from error
     try:
         spare_proxies([node["NodeManagerAddress"] for node in ray.nodes()])
