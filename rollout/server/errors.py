@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 log = logging.getLogger(__name__)
 
+_TAGS = ("system", "user", "assistant", "tool")  # of the union of messages
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -87,7 +88,12 @@ def explain(found: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> tuple[
 
 def _place(loc: Sequence[str | int]) -> list[str]:
     """Where in the body, without the names that pydantic gives to the members of a union."""
-    return [str(part) for part in loc if isinstance(part, int) or (part.isidentifier() and not part[0].isupper())]
+    place: list[str] = []
+    for part in loc:
+        tag = part in _TAGS and place[-1:] and place[-1].isdigit()
+        if isinstance(part, int) or (part.isidentifier() and not part[0].isupper() and not tag):
+            place.append(str(part))
+    return place
 
 
 def _complaint(error: Mapping[str, Any], fields: Sequence[str]) -> str:
