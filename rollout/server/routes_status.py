@@ -68,6 +68,7 @@ def status_routes(server: Server) -> APIRouter:
             "in_flight": server.gate.in_flight,
             "max_running": server.gate.max_running,
             "max_queue": server.gate.max_queue,
+            "pages": server.num_pages,
             "engine": dict(await _stats(server)),
         }
 

@@ -44,6 +44,7 @@ class Server:
     options: ServerOptions
     config: K3Config
     max_sequence_tokens: int
+    num_pages: int
     backend: Backend
     chat: Chat
     gate: Gate

@@ -13,8 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from helpers.tiny import tiny_adapter
 
+from miles_k3.adapters.peft_io import save_peft
 from miles_k3.adapters.store import AdapterStore
+from miles_k3.adapters.update import make_update
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.weights import ResidentBase, load_base
 from miles_k3.protocols import OnTokens
@@ -23,7 +26,7 @@ from miles_k3.rollout.server.run import Process, address_of, bind
 from miles_k3.rollout.server.state import Server, ServerOptions
 from miles_k3.serving import make_server
 from miles_k3.tokenizer import load_tokenizer
-from miles_k3.types import Completion, FinishReason, SamplingParams
+from miles_k3.types import AdapterConfig, Completion, FinishReason, SamplingParams
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny-k3"
 MODEL = "tiny-k3"
@@ -51,6 +54,13 @@ def tiny_engine(**options: Any) -> EmbeddedEngine:
     return EmbeddedEngine(base, config, tokenizer=tokenizer(), **settings)
 
 
+def save_tiny_adapter(folder: Path, seed: int, *, rank: int = 4) -> Path:
+    """A PEFT folder for the tiny K3, of factors drawn with `seed`."""
+    (model, _), config = tiny_k3(), AdapterConfig(rank=rank, alpha=8.0)
+    save_peft(folder, make_update(0, config, tiny_adapter(model, config, seed=seed)), MODEL)
+    return folder
+
+
 class ScriptedEngine:
     """Says what it was told to, a token at a time, whatever it is asked: `script` in text. Counts as an engine."""
 
@@ -58,7 +68,7 @@ class ScriptedEngine:
         """`pause`: it says nothing before this is set."""
         self.config, _ = tiny_k3()
         self.max_sequence_tokens, self.adapter_version = 4096, -1
-        self.scheduler = SimpleNamespace(max_running=max_running)
+        self.scheduler, self.pages = SimpleNamespace(max_running=max_running), SimpleNamespace(num_pages=0)
         self.store = AdapterStore(self.config, max_rank=4, dtype=torch.float32)
         self.tokens = [*tokenizer().encode(script, add_special_tokens=False), self.config.eos_token_id]
         self.pause, self.running = pause, {}

@@ -12,30 +12,20 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.servers import MODEL, Running, running_server, tiny_engine, tiny_k3
-from helpers.tiny import tiny_adapter
+from helpers.servers import MODEL, Running, running_server, save_tiny_adapter, tiny_engine
 
-from miles_k3.adapters.peft_io import save_peft
-from miles_k3.adapters.update import make_update
-from miles_k3.types import AdapterConfig, SamplingParams
+from miles_k3.types import SamplingParams
 
 IDS = [1, 4, 50, 60, 70, 2, 5]
-RANK_4 = AdapterConfig(rank=4, alpha=8.0)
 DRAWN = {"max_new_tokens": 12, "seed": 9, "temperature": 3.0, "stop_token_ids": []}
-
-
-def save_adapter(folder: Path, seed: int, config: AdapterConfig = RANK_4) -> Path:
-    model, _ = tiny_k3()
-    save_peft(folder, make_update(0, config, tiny_adapter(model, config, seed=seed)), MODEL)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     for seed in range(4):
-        save_adapter(root / f"a{seed}", seed)
-    save_adapter(root / "wide", 1, AdapterConfig(rank=16, alpha=8.0))
+        save_tiny_adapter(root / f"a{seed}", seed)
+    save_tiny_adapter(root / "wide", 1, rank=16)
     return root
 
 
