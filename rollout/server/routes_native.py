@@ -14,19 +14,20 @@ from miles_k3.rollout.server.adapters import uploaded
 from miles_k3.rollout.server.errors import ApiError
 from miles_k3.rollout.server.flight import Flight, Stream, answer_or_gone
 from miles_k3.rollout.server.names import BASE, Served
-from miles_k3.rollout.server.routes_openai import dump
+from miles_k3.rollout.server.routes_openai import WHOLE_OR_STREAM, dump
 from miles_k3.rollout.server.schemas import GenerateBody, LoadBody
 from miles_k3.rollout.server.state import Server
 from miles_k3.types import SamplingParams
 
 TAR = "application/x-tar"
+_TAR_BODY = {"requestBody": {"required": True, "content": {TAR: {"schema": {"type": "string", "format": "binary"}}}}}
 Version = Annotated[int, Path(ge=0, lt=2**63)]
 
 
 def generate_routes(server: Server) -> APIRouter:
     router = APIRouter(tags=["Tokens"])
 
-    @router.post("/generate", response_model=None)
+    @router.post("/generate", response_model=None, responses=WHOLE_OR_STREAM)
     async def generate(body: GenerateBody, request: Request) -> Response:
         version = _version_of(server, body)
         server.judge_tokens(body.input_ids, "input_ids")
@@ -96,7 +97,7 @@ def adapter_routes(server: Server) -> APIRouter:
         served, gone = await adapters.load(folder, name=body.name, version=body.version, pin=body.pin, source=body.path)
         return {**_shown(served), "replaced": gone}
 
-    @router.post("/upload", openapi_extra={"requestBody": {"required": True, "content": {TAR: {}}}})
+    @router.post("/upload", openapi_extra=_TAR_BODY)
     async def upload(
         request: Request,
         name: Annotated[str | None, Query(min_length=1, max_length=64)] = None,

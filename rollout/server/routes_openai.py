@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from miles_k3.rollout.server.chat import ChatReader
 from miles_k3.rollout.server.errors import ApiError
@@ -17,6 +17,10 @@ from miles_k3.rollout.server.schemas import ChatBody, CompletionBody, SamplingBo
 from miles_k3.rollout.server.state import Server
 from miles_k3.rollout.server.text import UNFINISHED, AnswerText
 
+# The 200 of a route that answers as one piece or as server-sent events.
+WHOLE_OR_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}}
+}
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 dump = partial(json.dumps, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -34,7 +38,7 @@ def openai_routes(server: Server) -> APIRouter:
     async def show_model(model: str) -> dict[str, Any]:
         return _model(server, model, server.adapters.names.version_of(model))
 
-    @router.post("/completions", response_model=None)
+    @router.post("/completions", response_model=None, responses=WHOLE_OR_STREAM)
     async def complete(body: CompletionBody, request: Request) -> Response:
         version = server.adapters.names.version_of(body.model)
         prompts = await _prompts(server, body)
@@ -57,7 +61,7 @@ def openai_routes(server: Server) -> APIRouter:
         )  # fmt: skip
         return await _respond(server, request, body, flight, answer, None)
 
-    @router.post("/chat/completions", response_model=None)
+    @router.post("/chat/completions", response_model=None, responses=WHOLE_OR_STREAM)
     async def chat(body: ChatBody, request: Request) -> Response:
         version = server.adapters.names.version_of(body.model)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
@@ -135,7 +139,3 @@ def _model(server: Server, name: str, version: int) -> dict[str, Any]:
         "adapter_version": version,
         "max_model_len": server.max_sequence_tokens,
     }
-
-
-def json_response(content: Any, status: int = 200) -> JSONResponse:
-    return JSONResponse(content, status)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from miles_k3.rollout.server.errors import ApiError
 from miles_k3.rollout.server.state import Server
@@ -43,7 +43,7 @@ def status_routes(server: Server) -> APIRouter:
         """200 while new requests are taken; never waits for the engine."""
         return _health(server, server.backend.alive and server.ready and not server.gate.draining)
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format."""
         names = server.adapters.names
