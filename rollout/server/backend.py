@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.25
 # Streams are served at most once in this many seconds for each of them, so that a thousand streams share wake-ups
 # instead of taking the interpreter from the engine at every step.
-DELIVERY_S_PER_STREAM = 2e-4
+DELIVERY_S_PER_STREAM = 5e-4
 MAX_DELIVERY_S = 0.2
 
 

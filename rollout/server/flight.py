@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -15,6 +17,8 @@ from miles_k3.rollout.server.backend import Backend, Generation, News, VersionGo
 from miles_k3.rollout.server.errors import ApiError, error_body
 from miles_k3.rollout.server.gate import Gate, Ticket
 from miles_k3.types import FinishReason, SamplingParams
+
+log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # in the metrics only: nobody is there to read it
 
@@ -117,6 +121,9 @@ class Stream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            # The server closes what has no end; the system drops it when it stays unread (TCP_USER_TIMEOUT).
+            log.info("a reader took nothing for %g s and was dropped", self.send_timeout)
         finally:
             self._flight.land()
 

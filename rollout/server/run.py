@@ -20,6 +20,8 @@ from miles_k3.rollout.server.state import Server
 log = logging.getLogger(__name__)
 
 BACKLOG = 4096
+# Of each connection. The system's own choice may grow to megabytes, for each reader that doesn't read.
+SEND_BUFFER_BYTES = 1 << 16
 KEEP_ALIVE_S = 30
 CLOSING_S = 5  # for connections to close once every answer has been sent or ended
 
@@ -33,6 +35,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise LaunchError(f"--host {host}: {e}; name an address of this machine, such as 127.0.0.1") from e
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # its connections take it over
         bound.bind(address)
     except OSError as e:
         bound.close()
@@ -79,6 +82,10 @@ class Process(uvicorn.Server):
         self._hurry = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        # Data that a reader leaves unread for so long ends its connection, also where the server has closed it.
+        patience_ms = int(2000 * self._server.options.reader_timeout_s)
+        for bound in sockets or ():
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
         await super().startup(sockets=sockets)
         self._loop = asyncio.get_running_loop()
         self._server.ready = True

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import batched
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,14 +66,16 @@ def save_tiny_adapter(folder: Path, seed: int, *, rank: int = 4) -> Path:
 class ScriptedEngine:
     """Says what it was told to, a token at a time, whatever it is asked: `script` in text. Counts as an engine."""
 
-    def __init__(self, script: str, *, max_running: int = 32, pause: threading.Event | None = None) -> None:
-        """`pause`: it says nothing before this is set."""
+    def __init__(
+        self, script: str, *, max_running: int = 32, pause: threading.Event | None = None, burst: int = 1
+    ) -> None:
+        """`pause`: it says nothing before this is set. `burst`: tokens at a time."""
         self.config, _ = tiny_k3()
         self.max_sequence_tokens, self.adapter_version = 4096, -1
         self.scheduler, self.pages = SimpleNamespace(max_running=max_running), SimpleNamespace(num_pages=0)
         self.store = AdapterStore(self.config, max_rank=4, dtype=torch.float32)
         self.tokens = [*tokenizer().encode(script, add_special_tokens=False), self.config.eos_token_id]
-        self.pause, self.running = pause, {}
+        self.pause, self.burst, self.running = pause, burst, {}
         self.asked: list[tuple[Sequence[int], SamplingParams]] = []
 
     async def generate(
@@ -84,11 +88,11 @@ class ScriptedEngine:
         try:
             while self.pause is not None and not self.pause.is_set() and not ended.is_set():
                 await asyncio.sleep(0.001)
-            for token in self.tokens[: params.max_new_tokens]:
+            for tokens in batched(self.tokens[: params.max_new_tokens], self.burst):
                 if ended.is_set():
                     break
-                said.append(token)
-                on_tokens((token,), (-0.5,))
+                said += tokens
+                on_tokens(tokens, (-0.5,) * len(tokens))
                 await asyncio.sleep(0)
         finally:
             del self.running[request_id]
@@ -135,9 +139,13 @@ class Running:
 
 
 @contextmanager
-def running_server(engine: Any, *, drain_s: float = 30.0, **options: Any) -> Iterator[Running]:
+def running_server(
+    engine: Any, *, drain_s: float = 30.0, send_buffer_bytes: int | None = None, **options: Any
+) -> Iterator[Running]:
     """A server around `engine`; `options` are its `ServerOptions`. Ended, with the engine, afterwards."""
     bound = bind("127.0.0.1", 0)
+    if send_buffer_bytes is not None:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     begun: list[Running] = []
     started, ended = threading.Event(), threading.Event()
 
