@@ -105,7 +105,7 @@ def make_server(engine: EmbeddedEngine, tokenizer: object, options: ServerOption
         options=options,
         config=engine.config,
         max_sequence_tokens=engine.max_sequence_tokens,
-        num_pages=engine.pages.num_pages,
+        num_pages=int(engine.stats().get("free_pages", 0)),
         backend=backend,
         chat=Chat(tokenizer),
         gate=Gate(max_running=engine.max_running, max_queue=options.max_queue),

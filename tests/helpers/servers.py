@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import batched
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ class ScriptedEngine:
         """`pause`: it says nothing before this is set. `burst`: tokens at a time."""
         self.config, _ = tiny_k3()
         self.max_sequence_tokens, self.adapter_version = 4096, -1
-        self.scheduler, self.pages = SimpleNamespace(max_running=max_running), SimpleNamespace(num_pages=0)
+        self.max_running = max_running
         self.store = AdapterStore(self.config, max_rank=4, dtype=torch.float32)
         self.tokens = [*tokenizer().encode(script, add_special_tokens=False), self.config.eos_token_id]
         self.pause, self.burst, self.running = pause, burst, {}
