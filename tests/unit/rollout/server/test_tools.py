@@ -1,5 +1,8 @@
 """Tools by way of the official client: declared to the model, called by it, answered to it."""
 
+# The client types a tool call as a union, and messages as one too.
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import json
