@@ -105,7 +105,7 @@ def make_server(engine: EmbeddedEngine, tokenizer: object, options: ServerOption
         options=options,
         config=engine.config,
         max_sequence_tokens=engine.max_sequence_tokens,
-        num_pages=int(engine.stats().get("free_pages", 0)),
+        num_pages=int(engine.stats()["free_pages"]),
         backend=backend,
         chat=Chat(tokenizer),
         gate=Gate(max_running=engine.max_running, max_queue=options.max_queue),
@@ -139,8 +139,9 @@ def _engine(plan: ServePlan) -> tuple[EmbeddedEngine, object]:
             base, config, tokenizer=tokenizer, max_lora_rank=rollout.max_lora_rank, adapter_slots=max(2, slots),
             max_running=rollout.max_running, page_size=rollout.page_size, num_pages=rollout.num_pages,
             prefill_chunk_tokens=rollout.prefill_chunk_tokens, max_sequence_tokens=plan.max_sequence_tokens,
-            prefix_cache=rollout.prefix_cache, cache_slots=rollout.cache_slots,
-            cache_min_tokens=rollout.cache_min_tokens, reserve_tokens=rollout.reserve_tokens,
+            prefix_cache=rollout.prefix_cache, cache_slots=rollout.cache_slots, cache_pool=rollout.cache_pool,
+            cache_min_tokens=rollout.cache_min_tokens, track_interval=rollout.track_interval,
+            reserve_tokens=rollout.reserve_tokens, overlap=rollout.overlap,
         )  # fmt: skip
     except (MemoryError, OverflowError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not re.search("alloc|memory|overflow", str(e)):

@@ -181,7 +181,7 @@ def main() -> None:
           "/health p50 / max | failed |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|")
     for clients in args.clients:
-        requests = args.requests or {1: 20}.get(clients, max(2 * clients, 160))
+        requests: int = args.requests or (20 if clients == 1 else max(2 * clients, 160))
         alone = [engine_alone(clients, requests, args.tokens, args.max_running) for _ in range(args.repeats)]
         with server(args.max_running) as url:
             asyncio.run(through_http(url, min(clients, 4), 8, 4))  # the first requests find nothing compiled or cached

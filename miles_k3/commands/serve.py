@@ -143,6 +143,11 @@ def _from_recipe(name: str, overrides: list[str], limits: dict[str, int]) -> _So
     from miles_k3.recipe import load_recipe
 
     recipe = load_recipe(name, overrides).recipe
+    if recipe.rollout.engine != "embedded":
+        raise ConfigError(
+            f"rollout.engine is {recipe.rollout.engine}, but miles-k3 serve runs the embedded engine; write "
+            "--set rollout.engine=embedded, or start the other engine's own server"
+        )
     exported = Path(name) / "adapter"
     answer = recipe.rollout.sampling.max_new_tokens
     return _Source(

@@ -18,7 +18,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 
 @pytest.fixture
-def page() -> Iterator[Any]:
+def browsing() -> Iterator[tuple[Any, list[str]]]:
     if CHROMIUM is None:
         pytest.skip("no Chromium on PATH")
     from playwright.sync_api import sync_playwright
@@ -30,12 +30,12 @@ def page() -> Iterator[Any]:
         complaints: list[str] = []
         page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.complaints = complaints
-        yield page
+        yield page, complaints
         browser.close()
 
 
-def test_numbers_versions_and_a_chat(page: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_numbers_versions_and_a_chat(browsing: tuple[Any, list[str]], tmp_path: Path) -> None:
+    page, complaints = browsing
     from playwright.sync_api import expect
 
     save_adapter(tmp_path / "a", 0)
@@ -69,10 +69,11 @@ def test_numbers_versions_and_a_chat(page: Any, tmp_path: Path, request: pytest.
         page.screenshot(path=str(tmp_path / "page.png"))
         print(f"screenshot: {tmp_path / 'page.png'}")
     assert all(url.startswith((running.url, "data:")) for url in fetched), fetched
-    assert not page.complaints
+    assert not complaints
 
 
-def test_a_key_is_asked_for(page: Any) -> None:
+def test_a_key_is_asked_for(browsing: tuple[Any, list[str]]) -> None:
+    page, _ = browsing
     from playwright.sync_api import expect
 
     with running_server(ScriptedEngine("Hello there."), api_keys=("secret",)) as running:

@@ -24,6 +24,7 @@ from schemathesis.specs.openapi.checks import (
 
 pytestmark = pytest.mark.slow
 
+SLOW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.large_base_example)
 EXAMPLES = 40  # of each operation and mode
 CHECKS = [
     not_a_server_error,
@@ -80,7 +81,7 @@ def test_the_page_and_the_server_agree(served: Running, api: Any, mode: Generati
         try:
             cases = operation.as_strategy(generation_mode=mode)
 
-            @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=SLOW)
             @given(case=cases)
             def agree(case: schemathesis.Case) -> None:
                 if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):

@@ -107,7 +107,7 @@ class ScriptedEngine:
             self.running[request_id].set()
 
     def stats(self) -> dict[str, float]:
-        return {"running": len(self.running), "waiting": 0}
+        return {"running": len(self.running), "waiting": 0, "free_pages": 0}
 
     def close(self) -> None:
         for ended in self.running.values():
