@@ -25,12 +25,18 @@ def kda_step_(
     q_BNK: Tensor, k_BNK: Tensor, v_BNV: Tensor, g_BNK: Tensor, beta_BN: Tensor, state_BNKV: Tensor
 ) -> Tensor:
     """Advance `state_BNKV` (fp32) by one token in place and read it: fp32 [B, N, V]."""
-    q, k = _l2(q_BNK) * q_BNK.shape[-1] ** -0.5, _l2(k_BNK).unsqueeze(-1)
-    state_BNKV.mul_(g_BNK.exp().unsqueeze(-1))
-    seen_BNV = (k * state_BNKV).sum(-2)
-    u_BNV = (v_BNV.float() - seen_BNV).mul_(beta_BN.unsqueeze(-1))
-    state_BNKV.addcmul_(k, u_BNV.unsqueeze(-2))
+    q = _l2(q_BNK) * q_BNK.shape[-1] ** -0.5
+    kda_advance_(k_BNK, v_BNV, g_BNK, beta_BN, state_BNKV)
     return (q.unsqueeze(-1) * state_BNKV).sum(-2)
+
+
+def kda_advance_(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
+    """`kda_step_` without the read; any leading dimensions. What replays a token must be the same operations."""
+    k = _l2(k).unsqueeze(-1)
+    state.mul_(g.exp().unsqueeze(-1))
+    seen = (k * state).sum(-2)
+    u = (v.float() - seen).mul_(beta.unsqueeze(-1))
+    state.addcmul_(k, u.unsqueeze(-2))
 
 
 def _l2(x: Tensor) -> Tensor:
