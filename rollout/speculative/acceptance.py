@@ -1,0 +1,168 @@
+"""Which drafted tokens stay: lossless acceptance, all requests of a verify at once.
+
+Row j of a request says what follows its anchor (j = 0) or its j-th drafted token. Two rules, both exact:
+
+- `coupled`, the default: draw the policy's token of every row as plain sampling does, with the same uniform, and keep
+  drafted tokens while they are that token. What is committed is plain sampling's answer, token for token, whatever was
+  drafted and however much of it was verified. A draft that uses the same uniforms (`draft_uniforms`) agrees most often.
+- `rejection` (Leviathan et al. 2023; Chen et al. 2023): keep a drafted token with probability min(1, p/q), else draw
+  from what p has more than q. It keeps as many as any rule can, sum min(p, q), and commits other tokens than plain
+  sampling does, of the same distribution; it needs the draft's distributions.
+
+Shapes: T rows of the verify, B requests, G drafted tokens of the batch (T - B), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from miles_k3.errors import EngineError
+from miles_k3.k3.ops.packed import Packed
+from miles_k3.rollout.embedded.sampler import SamplingBatch, processed_logprobs, sample, uniforms
+
+# Streams of a seed beside plain sampling's own; any two numbers of 64 mixed bits.
+_DRAFT_STREAM, _JUDGE_STREAM = 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85
+
+
+class AcceptMode(StrEnum):
+    """How temperature > 0 is judged; greedy requests keep what equals the likeliest token in both."""
+
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Committed:
+    """Rows whose token is committed come first in each request: `accepted_B` drafted ones and one of the policy's.
+
+    `tokens_T`, `logprobs_T` (of the processed distribution, as plain sampling reports them) and `finite_T` mean
+    something where `committed_T`. A row with non-finite logits ends its request: token 0, -inf, False.
+    """
+
+    accepted_B: Tensor
+    committed_T: Tensor
+    tokens_T: Tensor
+    logprobs_T: Tensor
+    finite_T: Tensor
+
+
+def draft_uniforms(mode: AcceptMode, seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+    """What the draft draws the tokens at `positions_B` with: fp32 [B] in [0, 1).
+
+    Coupled: the policy's own, which is the point. Rejection: others, since a draft that knows what the judge will draw
+    isn't an independent proposal.
+    """
+    if mode is AcceptMode.COUPLED:
+        return uniforms(seeds_B, positions_B)
+    return uniforms(seeds_B ^ _DRAFT_STREAM, positions_B)
+
+
+def judge(
+    logits_TV: Tensor,
+    drafted_T: Tensor,
+    packed: Packed,
+    sampling: SamplingBatch,
+    positions_B: Tensor,
+    *,
+    mode: AcceptMode = AcceptMode.COUPLED,
+    draft_probs_TV: Tensor | None = None,
+) -> Committed:
+    """Judge what was drafted.
+
+    `drafted_T[i]` is the token drafted behind row i; a request's last row has none and its entry is not read.
+    `sampling` has one row a request, `positions_B` are the sequence positions that the first rows speak of.
+    `draft_probs_TV` (rejection only): what drafted_T[i] was drawn from, anything in a request's last row; None means a
+    draft that draws nothing. Raises EngineError where these don't fit one another.
+    """
+    _refuse_misfits(logits_TV, drafted_T, packed, sampling, mode, draft_probs_TV)
+    rows = _per_row(sampling, packed.rows_T)
+    positions_T = positions_B[packed.rows_T] + packed.cols_T
+    is_last_T = packed.cols_T + 1 == packed.lengths_B[packed.rows_T]
+    tokens_T, logprobs_T, finite_T = sample(logits_TV, rows, positions_T)
+    if mode is AcceptMode.COUPLED:
+        kept_T = (tokens_T == drafted_T) & finite_T & ~is_last_T
+        accepted_B = _prefix(kept_T, packed)
+        return _committed(accepted_B, packed, tokens_T, logprobs_T, finite_T)
+    p_TV = _policy(logits_TV, rows, finite_T)
+    q_TV = _one_hot(drafted_T, is_last_T, p_TV) if draft_probs_TV is None else draft_probs_TV
+    kept_T = _survives(p_TV, q_TV, drafted_T, rows, positions_T) & finite_T & ~is_last_T
+    accepted_B = _prefix(kept_T, packed)
+    ends_B = packed.cu_seqlens[:-1] + accepted_B
+    refused_B = ~is_last_T[ends_B]
+    redrawn_B = _redraw(p_TV[ends_B], q_TV[ends_B], uniforms(sampling.seeds_B, positions_T[ends_B]))
+    tokens_T = torch.where(is_last_T, tokens_T, drafted_T)
+    tokens_T[ends_B] = torch.where(refused_B & finite_T[ends_B], redrawn_B, tokens_T[ends_B])
+    tokens_T = torch.where(finite_T, tokens_T, 0)
+    reported_T = processed_logprobs(logits_TV, rows).gather(1, tokens_T.unsqueeze(1)).squeeze(1)
+    reported_T = torch.where(finite_T, reported_T, -torch.inf)
+    return _committed(accepted_B, packed, tokens_T, reported_T, finite_T)
+
+
+def _per_row(sampling: SamplingBatch, rows_T: Tensor) -> SamplingBatch:
+    return replace(
+        sampling, temperature_B1=sampling.temperature_B1[rows_T], top_k_B1=sampling.top_k_B1[rows_T],
+        top_p_B1=sampling.top_p_B1[rows_T], seeds_B=sampling.seeds_B[rows_T], greedy_B=sampling.greedy_B[rows_T],
+    )  # fmt: skip
+
+
+def _prefix(kept_T: Tensor, packed: Packed) -> Tensor:
+    """Of each request, how many rows in a row are kept from its first one on."""
+    return packed.pad(kept_T.to(torch.int64)).cumprod(1).sum(1)
+
+
+def _committed(accepted_B: Tensor, packed: Packed, tokens: Tensor, logprobs: Tensor, finite: Tensor) -> Committed:
+    return Committed(
+        accepted_B=accepted_B, committed_T=packed.cols_T <= accepted_B[packed.rows_T], tokens_T=tokens,
+        logprobs_T=logprobs, finite_T=finite,
+    )  # fmt: skip
+
+
+# --- rejection ------------------------------------------------------------------------------------------------------
+def _policy(logits_TV: Tensor, rows: SamplingBatch, finite_T: Tensor) -> Tensor:
+    """What plain sampling draws from, greedy rows included; zeros in rows that aren't finite."""
+    p_TV = processed_logprobs(logits_TV, rows).exp()
+    if rows.greedy:
+        likeliest = torch.nn.functional.one_hot(logits_TV.nan_to_num().argmax(-1), logits_TV.shape[-1])
+        p_TV = torch.where(rows.greedy_B.unsqueeze(1), likeliest.to(p_TV.dtype), p_TV)
+    return torch.where(finite_T.unsqueeze(1), p_TV, 0.0)
+
+
+def _one_hot(drafted_T: Tensor, is_last_T: Tensor, like_TV: Tensor) -> Tensor:
+    ids_T = torch.where(is_last_T, 0, drafted_T)
+    return torch.zeros_like(like_TV).scatter_(1, ids_T.unsqueeze(1), 1.0)
+
+
+def _survives(p_TV: Tensor, q_TV: Tensor, drafted_T: Tensor, rows: SamplingBatch, positions_T: Tensor) -> Tensor:
+    """Kept with probability min(1, p/q), by a uniform that neither the draft nor the redraw has seen."""
+    ids_T1 = drafted_T.clamp(0, p_TV.shape[-1] - 1).unsqueeze(1)
+    u_T = uniforms(rows.seeds_B ^ _JUDGE_STREAM, positions_T)
+    return u_T * q_TV.gather(1, ids_T1).squeeze(1) < p_TV.gather(1, ids_T1).squeeze(1)
+
+
+def _redraw(p_BV: Tensor, q_BV: Tensor, u_B: Tensor) -> Tensor:
+    """From the positive part of p - q, by inverse CDF; its likeliest token where rounding leaves the uniform none."""
+    rest_BV = (p_BV - q_BV).clamp_(min=0.0)
+    cdf_BV = rest_BV.cumsum(-1)
+    tokens_B = (cdf_BV <= u_B.unsqueeze(1) * cdf_BV[:, -1:]).sum(-1).clamp_(max=p_BV.shape[-1] - 1)
+    possible_B = rest_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1) > 0
+    return torch.where(possible_B, tokens_B, rest_BV.argmax(-1))
+
+
+def _refuse_misfits(
+    logits: Tensor, drafted: Tensor, packed: Packed, sampling: SamplingBatch, mode: AcceptMode, probs: Tensor | None
+) -> None:
+    want = packed.num_tokens
+    if len(logits) != want or len(drafted) != want or len(sampling.seeds_B) != packed.num_seqs:
+        raise EngineError(
+            f"a verify of {want} rows of {packed.num_seqs} requests got {len(logits)} rows of logits, {len(drafted)} "
+            f"drafted tokens and sampling parameters of {len(sampling.seeds_B)} requests"
+        )
+    if probs is not None and (mode is AcceptMode.COUPLED or probs.shape != logits.shape):
+        raise EngineError(
+            f"the draft's probabilities belong to mode rejection and need shape {list(logits.shape)}; "
+            f"mode is {mode}, their shape {list(probs.shape)}"
+        )
