@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(EngineError, match="2 requests need as many slots"):
         case.fold([1, 1])
     k = torch.zeros(12, 4, 16)
-    with pytest.raises(EngineError, match="12 positions to verify, room for 11"):
+    with pytest.raises(EngineError, match="a verify of 12 positions, room for 11"):
         case.buffer.record(0, torch.zeros(12, 192), k, k, k, k[..., 0])
     with pytest.raises(EngineError, match=r"got torch\.float32, the buffer holds torch\.bfloat16"):
         case.buffer.record(0, torch.zeros(2, 192), k[:2], k[:2], k[:2], k[:2, :, 0])
