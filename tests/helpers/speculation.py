@@ -26,10 +26,10 @@ class Chains:
     params: SamplingParams
 
     @classmethod
-    def draw(cls, vocab: int, params: SamplingParams, seed: int = 0) -> Chains:
+    def draw(cls, vocab: int, params: SamplingParams, seed: int = 0, noise: float = 1.0) -> Chains:
         rng = torch.Generator().manual_seed(seed)
         target = torch.randn(vocab, vocab, generator=rng)
-        return cls(target, (target + torch.randn(vocab, vocab, generator=rng)).softmax(-1), params)
+        return cls(target, (target + noise * torch.randn(vocab, vocab, generator=rng)).softmax(-1), params)
 
     def policy(self) -> Tensor:
         """What plain sampling draws from [V, V]."""
@@ -63,7 +63,7 @@ def joint_counts(
 ) -> Tensor:
     """How often each answer came, int64 [V ** TOKENS], of `count` seeds that speculate until they have TOKENS tokens.
 
-    `lengths_of` gives, from drafted tokens [B, BLOCK], how many of each are verified; None: all.
+    `lengths_of` gives, from anchors and drafted tokens [B, 1 + BLOCK], how many of these are verified; None: all.
     """
     vocab, cpu = len(chains.target), torch.device("cpu")
     answers = torch.zeros(count, TOKENS + BLOCK + 2, dtype=torch.int64)  # column 0 is what they begin with
@@ -80,7 +80,7 @@ def joint_counts(
             ids = (q.cumsum(1) <= u[:, None]).sum(1).clamp(max=vocab - 1) if drawn else q.argmax(1)
             drafted.append(ids)
         fed = torch.stack(drafted, dim=1)
-        verified = torch.full((len(todo),), BLOCK) if lengths_of is None else lengths_of(fed[:, 1:])
+        verified = torch.full((len(todo),), BLOCK) if lengths_of is None else lengths_of(fed)
         packed = Packed.from_lengths((verified + 1).tolist())
         rows = fed[packed.rows_T, packed.cols_T]
         following = fed[packed.rows_T, (packed.cols_T + 1).clamp(max=BLOCK)]

@@ -1,0 +1,151 @@
+"""What a verify costs: seconds by the number of requests and of positions fed, measured once.
+
+On a GPU this is a staircase: tiles fill up for free, the next one costs. Shapes: M counts of positions.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from miles_k3.errors import EngineError
+from miles_k3.files import write_text
+from miles_k3.rollout.speculative.planner.isotonic import isotonic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """At one load. `positions` ascend from `requests`, where only the anchors are fed, which is plain decoding;
+    `seconds` never fall. `draft_s` is what drafting a block for all of them takes."""
+
+    requests: int
+    draft_s: float
+    positions: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        rises = all(a < b for a, b in zip(self.positions, self.positions[1:], strict=False))
+        if not self.positions or self.positions[0] != self.requests or not rises:
+            raise EngineError(
+                f"a cost curve of {self.requests} requests has to begin at as many positions and ascend, got "
+                f"{list(self.positions)[:8]}: measure plain decoding too"
+            )
+        if len(self.seconds) != len(self.positions) or not all(0 < s < float("inf") for s in self.seconds):
+            raise EngineError(f"a cost curve needs positive seconds for each of its positions, got {self.seconds[:8]}")
+        if not 0 <= self.draft_s < float("inf"):
+            raise EngineError(f"drafting can't take {self.draft_s} seconds")
+
+    def at(self, positions_M: ArrayLike) -> NDArray[np.float64]:
+        """Linear between points; before the first its value; behind the last by the curve's mean slope."""
+        x = np.asarray(positions_M, dtype=np.float64)
+        first, last = self.positions[0], self.positions[-1]
+        slope = (self.seconds[-1] - self.seconds[0]) / (last - first) if last > first else 0.0
+        return np.interp(x, self.positions, self.seconds) + slope * np.maximum(x - last, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostProfile:
+    """Curves by load, ascending."""
+
+    curves: tuple[Curve, ...]
+
+    def __post_init__(self) -> None:
+        loads = [c.requests for c in self.curves]
+        if not loads or loads != sorted(set(loads)) or loads[0] < 1:
+            raise EngineError(f"a cost profile needs curves of ascending loads, got {loads}")
+
+    @classmethod
+    def of(cls, points: Iterable[tuple[int, int, float]], draft_s: Mapping[int, float] | None = None) -> CostProfile:
+        """From measured (requests, positions, seconds): points measured twice are averaged, and a curve that falls,
+        which is noise, is replaced by the nearest one that doesn't."""
+        found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for requests, positions, seconds in points:
+            found[requests][positions].append(seconds)
+        curves = []
+        for requests, by_positions in sorted(found.items()):
+            places = sorted(by_positions)
+            means = [statistics.fmean(by_positions[p]) for p in places]
+            fit = isotonic(means, [len(by_positions[p]) for p in places])
+            drafting = (draft_s or {}).get(requests, 0.0)
+            curves.append(
+                Curve(requests=requests, draft_s=drafting, positions=tuple(places), seconds=tuple(fit))
+            )  # fmt: skip
+        return cls(curves=tuple(curves))
+
+    def seconds(self, requests: int, positions_M: ArrayLike) -> NDArray[np.float64]:
+        """Of so many positions, anchors included; linear between loads, the nearest load's outside of them."""
+        low, high, share = self._between(requests)
+        if share == 0.0:
+            return low.at(positions_M)
+        return (1 - share) * low.at(positions_M) + share * high.at(positions_M)
+
+    def draft_seconds(self, requests: int) -> float:
+        low, high, share = self._between(requests)
+        return (1 - share) * low.draft_s + share * high.draft_s
+
+    def _between(self, requests: int) -> tuple[Curve, Curve, float]:
+        """The curves around a load, and how far it is from the first to the second."""
+        below = [c for c in self.curves if c.requests <= requests]
+        above = [c for c in self.curves if c.requests > requests]
+        if not below or not above:
+            nearest = below[-1] if below else above[0]
+            return nearest, nearest, 0.0
+        low, high = below[-1], above[0]
+        return low, high, (requests - low.requests) / (high.requests - low.requests)
+
+    def save(self, path: Path) -> None:
+        write_text(path, json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> CostProfile:
+        """Raises EngineError for a file that is no profile."""
+        try:
+            curves = [
+                Curve(
+                    requests=int(c["requests"]), draft_s=float(c["draft_s"]),
+                    positions=tuple(int(p) for p in c["positions"]), seconds=tuple(float(s) for s in c["seconds"]),
+                )
+                for c in json.loads(path.read_text())["curves"]
+            ]  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise EngineError(f"{path} is no cost profile ({error!r}); measure it again") from error
+        return cls(curves=tuple(curves))
+
+
+def measure_costs(
+    verify: Callable[[int, int], object],
+    draft: Callable[[int], object] | None,
+    loads: Sequence[int],
+    block_size: int,
+    *,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CostProfile:
+    """Time `verify(requests, positions of each)` for 1 to block_size + 1 positions, and `draft(requests)`.
+
+    Medians of `repeats` calls after one that isn't counted. On a GPU the callables have to wait for the device.
+    """
+
+    def seconds(call: Callable[[], object]) -> float:
+        call()
+        taken = []
+        for _ in range(repeats):
+            start = clock()
+            call()
+            taken.append(clock() - start)
+        return statistics.median(taken)
+
+    points = [
+        (load, load * each, seconds(partial(verify, load, each))) for load in loads for each in range(1, block_size + 2)
+    ]
+    drafting = {load: seconds(partial(draft, load)) for load in loads} if draft else None
+    return CostProfile.of(points, drafting)

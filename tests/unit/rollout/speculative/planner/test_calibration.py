@@ -1,0 +1,70 @@
+"""Calibration: what confidences are worth, learnt from rounds whose true chances are known."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from miles_k3.errors import EngineError
+from miles_k3.rollout.speculative.planner.calibration import Calibration
+
+SIZE = 4
+
+
+def play(calibration: Calibration, rounds: int, seed: int = 0, *, trimmed: bool = False) -> None:
+    """A draft that is too sure of itself: chance = confidence ** (2 + position)."""
+    rng = np.random.default_rng(seed)
+    for _ in range(rounds):
+        confidence = rng.random((64, SIZE))
+        chance = confidence ** (2 + np.arange(SIZE))
+        hit = np.cumprod(rng.random(chance.shape) < chance, axis=1).sum(1)
+        verified = (np.cumprod(confidence, axis=1) > 0.1).sum(1) if trimmed else np.full(64, SIZE)
+        calibration.observe(confidence, verified, np.minimum(hit, verified))
+
+
+def test_nothing_seen_means_what_is_said() -> None:
+    confidence = np.array([[0.1, 0.3, 0.5, 0.9]])
+    np.testing.assert_allclose(Calibration(block_size=SIZE)(confidence), confidence, atol=1e-12)
+    assert Calibration(block_size=SIZE).rates().tolist() == [1.0] * SIZE
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_overconfidence_is_learnt(trimmed: bool) -> None:
+    calibration = Calibration(block_size=SIZE)
+    play(calibration, 400, trimmed=trimmed)
+    confidence = np.repeat(np.linspace(0.05, 0.95, 19)[:, None], SIZE, axis=1)
+    got = calibration(confidence)
+    assert (np.diff(got, axis=0) >= 0).all()
+    expected = confidence ** (2 + np.arange(SIZE))
+    seen = confidence > 0.4 if trimmed else confidence > 0
+    assert np.abs(got - expected)[:, :3][seen[:, :3]].max() < 0.08
+    assert np.abs(got - confidence)[:, 1].max() > 0.3
+
+
+def test_counts_are_of_reached_positions() -> None:
+    calibration = Calibration(block_size=SIZE)
+    confidence = np.full((3, SIZE), 0.5)
+    calibration.observe(confidence, np.array([4, 2, 0]), np.array([1, 2, 0]))
+    assert calibration.reached_GE.sum(1).tolist() == [2, 2, 0, 0]
+    assert calibration.accepted_GE.sum(1).tolist() == [2, 1, 0, 0]
+    assert calibration.rates().tolist() == [1.0, 0.9, 1.0, 1.0]  # 8 good ones come before any observation
+
+
+def test_json_round_trip() -> None:
+    calibration = Calibration(block_size=SIZE)
+    play(calibration, 3)
+    again = Calibration.from_json(json.loads(json.dumps(calibration.to_json())))
+    confidence = np.random.default_rng(0).random((9, SIZE))
+    assert (again(confidence) == calibration(confidence)).all()
+    with pytest.raises(EngineError, match="no calibration"):
+        Calibration.from_json({"reached": [[1.0]], "accepted": [[1.0]]})
+
+
+def test_bad_rounds_are_refused() -> None:
+    calibration = Calibration(block_size=SIZE)
+    with pytest.raises(EngineError, match="1 tokens more accepted"):
+        calibration.observe(np.zeros((1, SIZE)), np.array([1]), np.array([2]))
+    with pytest.raises(EngineError, match="blocks of 3"):
+        calibration.observe(np.zeros((1, 3)), np.array([1]), np.array([1]))

@@ -1,0 +1,85 @@
+"""Cost profiles: curves that never fall, between and outside of what was measured, files, and timing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_k3.errors import EngineError
+from miles_k3.rollout.speculative.planner.cost import CostProfile, Curve, measure_costs
+from miles_k3.rollout.speculative.planner.isotonic import isotonic
+
+
+@given(st.lists(st.tuples(st.floats(-100, 100), st.floats(0.1, 10)), min_size=1, max_size=12))
+def test_isotonic_is_the_max_min_formula(pairs: list[tuple[float, float]]) -> None:
+    """fit_i = max over j <= i of min over k >= i of the mean of j to k (Robertson, Wright, Dykstra 1988)."""
+    values, weights = (np.array(column) for column in zip(*pairs, strict=True))
+
+    def mean(j: int, k: int) -> float:
+        return float(np.average(values[j : k + 1], weights=weights[j : k + 1]))
+
+    n = len(values)
+    expected = [max(min(mean(j, k) for k in range(i, n)) for j in range(i + 1)) for i in range(n)]
+    np.testing.assert_allclose(isotonic(values.tolist(), weights.tolist()), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_noise_never_makes_more_cheaper() -> None:
+    profile = CostProfile.of([(2, 2, 1.0), (2, 4, 3.0), (2, 6, 2.0), (2, 6, 2.4), (2, 8, 5.0)], {2: 0.5})
+    (curve,) = profile.curves
+    assert curve.positions == (2, 4, 6, 8)
+    assert curve.seconds == pytest.approx((1.0, 7.4 / 3, 7.4 / 3, 5.0))
+    assert profile.draft_seconds(2) == 0.5
+
+
+def test_between_and_outside_of_points() -> None:
+    profile = CostProfile.of([(4, 4, 1.0), (4, 8, 2.0), (8, 8, 3.0), (8, 16, 3.0)], {4: 1.0, 8: 2.0})
+    assert profile.seconds(4, [4, 6, 8, 12]).tolist() == [1.0, 1.5, 2.0, 3.0]
+    assert profile.seconds(1, 1) == 1.0
+    assert profile.seconds(99, 200) == 3.0
+    assert profile.seconds(6, 8) == 2.5
+    assert profile.draft_seconds(5) == 1.25
+
+
+def test_file_round_trip(tmp_path: Path) -> None:
+    profile = CostProfile.of([(1, 1, 0.1), (1, 2, 0.30000000000000004), (7, 7, 1e-9)], {1: 0.01})
+    profile.save(tmp_path / "costs.json")
+    assert CostProfile.load(tmp_path / "costs.json") == profile
+    (tmp_path / "torn.json").write_text('{"curves": [{"requests": 1')
+    (tmp_path / "other.json").write_text('{"curves": [{"requests": 1}]}')
+    for name in ("torn.json", "other.json", "none.json"):
+        with pytest.raises(EngineError, match=f"{name} is no cost profile"):
+            CostProfile.load(tmp_path / name)
+
+
+def test_impossible_curves_are_refused() -> None:
+    with pytest.raises(EngineError, match="measure plain decoding too"):
+        CostProfile.of([(2, 3, 1.0)])
+    with pytest.raises(EngineError, match="positive seconds"):
+        CostProfile.of([(1, 1, 0.0)])
+    with pytest.raises(EngineError, match="ascending loads"):
+        CostProfile(curves=())
+    with pytest.raises(EngineError, match="can't take"):
+        Curve(requests=1, draft_s=-1.0, positions=(1,), seconds=(1.0,))
+
+
+def test_measured_with_a_clock() -> None:
+    """A fake clock that a verify moves by its staircase: medians come out, the first call doesn't count."""
+    now, calls = 0.0, 0
+
+    def verify(requests: int, each: int) -> None:
+        nonlocal now, calls
+        calls += 1
+        now += -(-requests * each // 4) + (50.0 if calls % 6 == 1 else 0.0)
+
+    def draft(requests: int) -> None:
+        nonlocal now
+        now += 0.1 * requests
+
+    found = measure_costs(verify, draft, [1, 2], 3, repeats=5, clock=lambda: now)
+    assert [c.positions for c in found.curves] == [(1, 2, 3, 4), (2, 4, 6, 8)]
+    assert [c.seconds for c in found.curves] == [pytest.approx((1, 1, 1, 1)), pytest.approx((1, 1, 2, 2))]
+    assert [c.draft_s for c in found.curves] == pytest.approx([0.1, 0.2])
