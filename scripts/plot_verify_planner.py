@@ -1,4 +1,4 @@
-"""Tokens a second of `trim` beside the better of verify-all and no speculation, on made-up cost curves and a measured one.
+"""Tokens a second of `trim` beside the better of verify-all and no speculation, on made-up and measured cost curves.
 
 The measured curve is the tiny K3's forward on this machine, without caches: what there is before an engine verifies.
 """
