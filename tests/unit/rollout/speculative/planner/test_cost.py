@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_k3.errors import EngineError
@@ -14,6 +14,7 @@ from miles_k3.rollout.speculative.planner.cost import CostProfile, Curve, measur
 from miles_k3.rollout.speculative.planner.isotonic import isotonic
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-100, 100), st.floats(0.1, 10)), min_size=1, max_size=12))
 def test_isotonic_is_the_max_min_formula(pairs: list[tuple[float, float]]) -> None:
     """fit_i = max over j <= i of min over k >= i of the mean of j to k (Robertson, Wright, Dykstra 1988)."""
