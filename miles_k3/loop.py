@@ -66,7 +66,7 @@ def run_training(
         ring = Ring(recipe, run, parts)
         first = ring.restore() if resume else ring.begin()
         run.keep_recipe()
-        with world.together(lambda: _open_log(recipe, run)) as metrics:
+        with world.together(lambda: _open_log(recipe, run)) as metrics, ring.saver.outlives():
             if first and first >= last:
                 metrics.note(_nothing_left(first, recipe))
             before = ring.first_sync(first, metrics)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from miles_k3.world import Board
 STATE_FILE = "loop.json"
 TRAINER = "trainer"
 _LOOK_S = 0.05  # between two looks at the board
+LINGER_S = 10.0  # that a run which fails waits for a checkpoint under way
 
 
 class Saver:
@@ -65,6 +67,16 @@ class Saver:
         self._run.world.everywhere(pending.wait)
         self._run.prune(self._keep)
 
+    @contextmanager
+    def outlives(self) -> Iterator[None]:
+        """When what is in here fails, a checkpoint under way may still be published. No collective call."""
+        try:
+            yield
+        except BaseException:
+            if self._pending is not None:
+                self._pending.linger(LINGER_S)
+            raise
+
     def restore(self, step: int, folder: Path) -> None:
         """Put trainer and data cursor where the checkpoint of `step` in `folder` has them."""
         self._trainer.load(folder / TRAINER)
@@ -108,6 +120,10 @@ class Publication:
         """Until it is published, once every rank's `wait_for_own` has come through."""
         self._thread.join()
         self._raise()
+
+    def linger(self, seconds: float) -> None:
+        """Wait for at most so long, whatever the other ranks do."""
+        self._thread.join(seconds)
 
     def give_up(self) -> None:
         """Stop waiting for other ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_engine_that_drops_the_adapter_stops_the_run(tmp_path: Path, monkeypatch
 
 
 def test_a_failing_step_costs_no_checkpoint_that_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is published once the next rollout is over, not when the step after it ends."""
+    """The run that ends waits for it, however slow its writing is."""
     from miles_k3.trainer.checkpoint import Writing
     from miles_k3.trainer.megatron import MegatronTrainer
 
@@ -95,11 +96,13 @@ def test_a_failing_step_costs_no_checkpoint_that_is_written(tmp_path: Path, monk
 
     def fail_second(self: MegatronTrainer, batch: TrainBatch) -> StepStats:
         if self.version == 1:
+            failed.set()
             raise MilesError("the gradient norm is nan")
         return original(self, batch)
 
     monkeypatch.setattr(MegatronTrainer, "step", fail_second)
-    monkeypatch.setattr(Writing, "done", lambda self: self.wait() or True)
+    wait, failed = Writing.wait, threading.Event()
+    monkeypatch.setattr(Writing, "wait", lambda self: (failed.wait(30), wait(self))[1])
     with pytest.raises(MilesError, match="nan"):
         train_here(tmp_path, "run.steps=3", "run.save_every=1", "rollout.prompts_per_step=2")
     assert [p.name for p in (tmp_path / "tiny-cpu" / "checkpoints").iterdir()] == ["step-000001"]
