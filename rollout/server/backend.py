@@ -29,6 +29,7 @@ HEARTBEAT_S = 0.25
 # Streams are served at most once in this many seconds for each of them, so that a thousand streams share wake-ups
 # instead of taking the interpreter from the engine at every step.
 DELIVERY_S_PER_STREAM = 5e-4
+LET_END_S = 5.0  # at most, for requests that closing the engine ended
 MAX_DELIVERY_S = 0.2
 
 
@@ -104,6 +105,7 @@ class Backend:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._server: asyncio.AbstractEventLoop | None = None
         self._ids = itertools.count()
+        self._serving: set[asyncio.Task[Completion]] = set()
         self._outbox: deque[Callable[[], None]] = deque()
         self._wake_up_due = False
         self._delivered_at = 0.0
@@ -118,6 +120,8 @@ class Backend:
     async def close(self) -> None:
         """Abort what runs, give the engine's memory back, end the thread."""
         await self.call(self._engine.close)
+        ending = asyncio.run_coroutine_threadsafe(self._let_end(), self._loop)
+        await asyncio.wrap_future(ending)
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join)
 
@@ -129,6 +133,11 @@ class Backend:
     def turn_age_s(self) -> float:
         """Seconds since the engine's thread last had a moment between two steps."""
         return max(0.0, time.monotonic() - self._alive_at - HEARTBEAT_S)
+
+    async def _let_end(self) -> None:
+        """Requests that the engine has just ended still have to say so: their callers wait."""
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=LET_END_S)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -195,6 +204,7 @@ class Backend:
         # Eager: the engine has the request when this returns, so that an abort that comes next finds it.
         serving = self._serve(generation, token_ids, params, came_at)
         task = asyncio.Task(serving, loop=self._loop, eager_start=True)
+        self._serving.add(task)
         task.add_done_callback(lambda done: self._ended(generation, done))
 
     async def _serve(
@@ -220,6 +230,7 @@ class Backend:
         )
 
     def _ended(self, generation: Generation, done: asyncio.Task[Completion]) -> None:
+        self._serving.discard(done)
         error = asyncio.CancelledError("the engine was closed") if done.cancelled() else done.exception()
         completion = None if error is not None else done.result()
         self._post(lambda: generation.end(completion, error), at_once=True)
