@@ -235,6 +235,10 @@ class BlockPool(ABC):
             raise EngineError(f"blocks are still held, {held}; end their requests and transfers, clear the cache")
         self._sleep()
 
+    def abandon(self) -> None:
+        """Drop the memory whatever the books say: of a pool that nobody uses any more."""
+        self._sleep()
+
     @abstractmethod
     def _sleep(self) -> None: ...
 

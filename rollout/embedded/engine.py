@@ -197,9 +197,13 @@ class EmbeddedEngine:
     def abort(self, request_id: str) -> None:
         """End a request and free its memory at once; its `generate` returns what it has. Unknown ids are ignored."""
         if request_id in self._requests:
-            request, _ = self._requests[request_id]
-            self.scheduler.finish(request, FinishReason.ABORT)
-            self._settle(request)
+            self._abort(self._requests[request_id][0])
+
+    def _abort(self, request: Request) -> None:
+        if request.stage is Stage.DONE:
+            return  # called by an `on_tokens`: the step in which it ended goes on, and answers it
+        self.scheduler.finish(request, FinishReason.ABORT)
+        self._settle(request)
 
     def _settle(self, request: Request, failure: BaseException | None = None) -> None:
         """Release what an ended request holds and answer its caller."""
@@ -210,7 +214,9 @@ class EmbeddedEngine:
         if future.done() or future.get_loop().is_closed():
             return
         if failure is not None:
-            future.set_exception(EngineError(f"the engine's step failed: {failure!r}"))
+            error = EngineError(f"the engine's step failed: {failure!r}")
+            error.__cause__ = failure
+            future.set_exception(error)
         else:
             future.set_result(request.completion(self.tokenizer))
 
@@ -229,17 +235,21 @@ class EmbeddedEngine:
 
     async def _drive(self) -> None:
         """Step while there is work; callers get their turn after every step."""
-        while self.scheduler.has_work:
-            for request in self.runner.step():
-                self._settle(request)
-            await asyncio.sleep(0)
+        try:
+            while self.scheduler.has_work:
+                for request in self.runner.step():
+                    self._settle(request)
+                await asyncio.sleep(0)
+        except BaseException as failure:
+            self._drop_all(failure)  # here: a request that came before the task's callbacks would start a new driver
+            if not isinstance(failure, Exception):
+                raise
 
     def _driver_ended(self, driver: asyncio.Task[None]) -> None:
         if driver is not self._driver:
             return
-        failure = asyncio.CancelledError("the driver was cancelled") if driver.cancelled() else driver.exception()
-        if failure is not None:
-            self._drop_all(failure)
+        if driver.cancelled() and self._requests:  # before its first turn
+            self._drop_all(asyncio.CancelledError("the driver was cancelled"))
         elif self.scheduler.has_work:  # a request came while the driver was on its way out
             self._driver = None
             self._ensure_driver(driver.get_loop())
@@ -248,12 +258,13 @@ class EmbeddedEngine:
         """End every request. After a failure no book is believed any more: memory and prefix cache begin anew."""
         for request, _ in list(self._requests.values()):
             if failure is None:
-                self.scheduler.finish(request, FinishReason.ABORT)
+                self._abort(request)
             else:
                 request.stage, request.finish_reason = Stage.DONE, FinishReason.ERROR
-            self._settle(request, failure)
+                self._settle(request, failure)
         if failure is not None:
             counters, seconds = self.runner.counters, self.runner.seconds
+            self.pool.abandon()  # the failure's traceback goes on holding it; there may be no room for two
             self._build()
             self.runner.counters, self.runner.seconds = counters, seconds
 

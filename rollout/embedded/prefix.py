@@ -115,7 +115,7 @@ class Prefixes:
         if len(feed) < self.min_tokens or not self._snapshot(request):
             return
         routed = tuple(request.routed) if request.num_routed == len(feed) else None
-        self._endings[request.version, feed] = Ending(x_H=x_H, routed=routed)
+        self._endings[request.version, feed] = Ending(x_H=x_H.clone(), routed=routed)
         if len(self._endings) > MAX_ENDINGS:
             self._endings.popitem(last=False)
 
@@ -172,6 +172,12 @@ class Prefixes:
         for key in [key for key in self._endings if key[0] not in live]:
             del self._endings[key]
         self._versions &= live
+
+    def distrust(self, version: int) -> None:
+        """Forget all of a version but what running requests pin: a request failed, and may have left what made it."""
+        self.cache.forget(version)
+        for key in [key for key in self._endings if key[0] == version]:
+            del self._endings[key]
 
     def stats(self) -> Mapping[str, int]:
         """Counts since the start, and what the cache holds now."""

@@ -57,6 +57,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     routed: list[Tensor] = field(default_factory=list)  # int16 [tokens, M, K] each
     followers: list[Request] = field(default_factory=list)
+    leader: Request | None = None  # while it follows
     lease: Lease | None = None  # pins what it reads of the prefix cache
     cached_pages: list[int] = field(default_factory=list)  # the cache's pages of its first tokens
     stops: list[int] = field(default_factory=list)  # prompt positions where a snapshot is due, ascending
@@ -139,8 +140,9 @@ class Request:
         """[tokens - 1, M, K], or None where it was not asked for or the request ended inside its prompt."""
         if not self.params.return_routed_experts or not self.routed:
             return None
-        routed = torch.cat(self.routed)
-        return routed if len(routed) == len(self.prompt) + len(self.token_ids) - 1 else None
+        routed, fed = torch.cat(self.routed), len(self.prompt) + len(self.token_ids) - 1
+        # A step in flight at its end has fed the last token too.
+        return routed[:fed] if fed <= len(routed) <= fed + 1 else None
 
 
 def judge_params(params: SamplingParams, has_tokenizer: bool) -> None:

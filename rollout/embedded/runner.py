@@ -204,7 +204,7 @@ class Runner:
             else:
                 reason, error = request.accept(int(token), logprob), None
                 self.counters["generated_tokens"] += 1
-            if reason is not None:
+            if reason is not None and request.stage is not Stage.DONE:  # its `on_tokens` may have aborted it
                 self.scheduler.finish(request, reason, error)
                 done.append(request)
         return done

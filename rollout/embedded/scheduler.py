@@ -118,20 +118,22 @@ class Scheduler:
             shared = leader.pages[: len(request.feed) // self.memory.page_size]
             return self._take(request, shared) and self._follow(request, leader)
         match, ending = self.prefixes.find(request) if self.prefixes is not None else (None, None)
-        if self.prefixes is None or match is None:
-            if not self._take(request, []):
-                return False
-            if self.prefixes is not None:
-                self.prefixes.plan_stops(request, Match(version=request.version))
-            return self._lead(request)
-        self.prefixes.lock(request, match)
-        if not self._take(request, match.pages):
+        if self.prefixes is not None and match is not None:
+            self.prefixes.lock(request, match)
+            if self._take(request, match.pages):
+                self.prefixes.attach(request, match)
+                if ending is not None:
+                    return self._begin(request, ending)
+                self.prefixes.plan_stops(request, match)
+                return self._lead(request)
             self.prefixes.unlock(request)
+            if self.num_running:
+                return False
+        # With nobody to wait for, what it would read is itself in the way: a tail page beside a request that fills all.
+        if not self._take(request, []):
             return False
-        self.prefixes.attach(request, match)
-        if ending is not None:
-            return self._begin(request, ending)
-        self.prefixes.plan_stops(request, match)
+        if self.prefixes is not None:
+            self.prefixes.plan_stops(request, Match(version=request.version))
         return self._lead(request)
 
     def _take(self, request: Request, shared: Sequence[int]) -> bool:
@@ -152,6 +154,7 @@ class Scheduler:
     def _follow(self, request: Request, leader: Request) -> bool:
         request.stage = Stage.FOLLOWING
         leader.followers.append(request)
+        request.leader = leader
         self._num_following += 1
         return True
 
@@ -234,7 +237,7 @@ class Scheduler:
             member.stage = Stage.DECODE
             member.num_cached = len(request.feed)
         for follower in followers:
-            follower.routed = list(request.routed)
+            follower.leader, follower.routed = None, list(request.routed)
         self.memory.fork(request, followers)
         self.decoding += [request, *followers]
         return [request, *followers]
@@ -251,18 +254,23 @@ class Scheduler:
             self._restart(request.followers)
             request.followers = []
         elif request.stage is Stage.FOLLOWING:
-            self._leaders[request.version, request.feed].followers.remove(request)
+            assert request.leader is not None
+            request.leader.followers.remove(request)
+            request.leader = None
             self._num_following -= 1
         else:
             self.decoding.remove(request)
         if request.stage is not Stage.WAITING:
             self._crowded = False
             self._free(request, keep=reason is not FinishReason.ERROR)
+            if reason is FinishReason.ERROR and self.prefixes is not None:
+                self.prefixes.distrust(request.version)
         request.stage, request.finish_reason, request.error = Stage.DONE, reason, error
 
     def _restart(self, followers: list[Request]) -> None:
         """Followers whose leader went away wait again."""
         for follower in followers:
+            follower.leader = None
             self._free(follower, keep=False)
             self._wait(follower)
         self._num_following -= len(followers)

@@ -113,6 +113,30 @@ def test_aborts_while_the_prompt_is_computed(victim: int) -> None:
     assert_idle(engine)
 
 
+def test_a_follower_of_a_leader_that_was_overtaken() -> None:
+    """A third sample wants routed experts, which the first chunks were computed without: it leads a second time."""
+    prompt = prompts_of_groups((64,))[0]
+    engine = make_engine(prefill_chunk_tokens=16)
+
+    async def run() -> list[Completion]:
+        tasks = [asyncio.ensure_future(engine.generate(prompt, GREEDY, request_id=str(i))) for i in range(2)]
+        while not engine.stats().get("prefill_steps"):
+            await asyncio.sleep(0)
+        routed = dataclasses.replace(GREEDY, return_routed_experts=True)
+        tasks.append(asyncio.ensure_future(engine.generate(prompt, routed)))
+        while engine.stats()["running"] < 3:
+            await asyncio.sleep(0)
+        engine.abort("1")
+        return await asyncio.gather(*tasks)
+
+    first, aborted, third = asyncio.run(run())
+    assert aborted.finish_reason is FinishReason.ABORT
+    assert first.token_ids == third.token_ids
+    assert third.routed_experts is not None
+    assert engine.stats()["prompt_tokens"] == 2 * len(prompt)
+    assert_idle(engine)
+
+
 def test_versions_do_not_share() -> None:
     """The same prompt under the base and under an adapter is two prompts."""
     engine = make_engine()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -62,6 +63,29 @@ def test_abort_while_waiting() -> None:
     assert answers[2].finish_reason is FinishReason.ABORT
     assert answers[2].token_ids == ()
     assert all(len(a.token_ids) == 8 for a in answers[:2])
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("verb", ["abort 0", "abort 1", "close"])
+def test_on_tokens_may_abort_what_ends_in_the_same_step(verb: str, overlap: bool) -> None:
+    """Two requests end together; the second one's callback aborts the first, which has ended, or itself."""
+    engine, told = make_engine(overlap=overlap), []
+
+    def hear(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        told.extend(tokens)
+        if len(told) == GREEDY.max_new_tokens:
+            engine.close() if verb == "close" else engine.abort(verb.removeprefix("abort "))
+
+    async def run() -> list[Completion]:
+        first = asyncio.ensure_future(engine.generate(PROMPTS[0], GREEDY, request_id="0"))
+        await asyncio.sleep(0)
+        return [await engine.generate(PROMPTS[0], GREEDY, request_id="1", on_tokens=hear), await first]
+
+    last, first = asyncio.run(run())
+    assert first.finish_reason is FinishReason.LENGTH
+    assert last.finish_reason is (FinishReason.LENGTH if verb == "abort 0" else FinishReason.ABORT)
+    assert first.token_ids == last.token_ids == tuple(told)
     assert_idle(engine)
 
 
@@ -175,6 +199,28 @@ def test_a_failing_step_fails_its_requests_and_not_the_engine(monkeypatch: pytes
             ask(engine, PROMPTS[:2])
     assert_idle(engine)
     assert len(ask(engine, PROMPTS[:1])[0].token_ids) == 8
+
+
+def test_a_request_that_comes_right_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the driver's end is known: the failed requests hear of it, and the new one is served by new books."""
+    engine, late = make_engine(), []
+    expected = ask(engine, PROMPTS[:1])
+
+    async def run() -> list[Completion | BaseException]:
+        def fail() -> None:
+            late.append(asyncio.ensure_future(engine.generate(PROMPTS[0], GREEDY)))
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(engine.runner, "step", fail)
+        asking = asyncio.gather(*(engine.generate(p, GREEDY) for p in PROMPTS[:2]), return_exceptions=True)
+        failed = await asyncio.wait_for(asking, 60)
+        return [*failed, await asyncio.wait_for(late[0], 60)]
+
+    *failed, served = asyncio.run(run())
+    assert all(isinstance(f, EngineError) and isinstance(f.__cause__, RuntimeError) for f in failed)
+    assert isinstance(served, Completion)
+    assert served.token_ids == expected[0].token_ids
+    assert_idle(engine)
 
 
 # --- sleep and close ------------------------------------------------------------------------------------------------

@@ -216,6 +216,51 @@ def test_a_broken_answer_is_not_kept() -> None:
     assert_same(ask(engine, turns, params), ask(cold_engine(), turns, params))
 
 
+@pytest.mark.parametrize("policy", ["radix", "paged"])
+def test_a_broken_prompt_is_not_kept(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """One forward gives NaN, and what its prompt left is cached before that is known."""
+    engine, prompt = warm_engine(prefix_cache=policy), random_prompts(1, low=60, high=60)[0]
+    hidden = engine._model.hidden
+
+    def broken(*args, **options):
+        residual, routed = hidden(*args, **options)
+        engine.pool.states.fill_(torch.nan)
+        residual.add(torch.full_like(residual.mix(engine._model.weights.out_query_H), torch.nan))
+        return residual, routed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._model, "hidden", broken)
+        [answer] = ask(engine, [prompt], SamplingParams(max_new_tokens=8))
+    assert answer.finish_reason is FinishReason.ERROR
+    turns, params = [prompt, [*prompt, 5]], SamplingParams(max_new_tokens=8)
+    assert_same(ask(engine, turns, params), ask(cold_engine(), turns, params))
+
+
+@pytest.mark.parametrize("cache_pool", ["split", "unified"])
+def test_a_request_that_fills_the_pool_beside_what_it_would_read(cache_pool: str) -> None:
+    """The tail page that its prompt begins with is one too many: it is given up, and all is computed."""
+    engine = warm_engine(
+        max_running=1, cache_slots=1, num_pages=4, max_sequence_tokens=4 * PAGE + 1, share_prompts=False,
+        cache_pool=cache_pool,
+    )  # fmt: skip
+    short = random_prompts(1, low=PAGE // 2, high=PAGE // 2)[0]
+    long = [*short, *random_prompts(1, low=PAGE, high=PAGE, seed=1)[0]]
+    ask(engine, [short], SamplingParams(max_new_tokens=1))
+    assert engine.stats()["cache_pages"] == 1
+    params = SamplingParams(max_new_tokens=4 * PAGE + 1 - len(long))
+    assert_same(ask(engine, [long], params), ask(cold_engine(), [long], params))
+    assert_idle(engine)
+
+
+def test_what_is_kept_of_a_prompt_keeps_no_step() -> None:
+    engine = warm_engine()
+    ask(engine, random_prompts(4, low=20, high=30), SamplingParams(max_new_tokens=3))
+    assert engine.prefixes is not None
+    endings = engine.prefixes._endings.values()
+    assert endings
+    assert all(ending.x_H.untyped_storage().nbytes() == ending.x_H.nbytes for ending in endings)
+
+
 LONG = [SamplingParams(max_new_tokens=20 + i % 9, seed=i, return_routed_experts=i % 3 == 0) for i in range(12)]
 
 

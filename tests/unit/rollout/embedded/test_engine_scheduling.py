@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from helpers.engines import ask, assert_idle, make_engine, poison_before_steps, random_prompts, tokens_of
 from helpers.mutants import mutate
 
 from miles_k3.errors import EngineError
+from miles_k3.rollout.cache.contract import PoolError
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.prefix import Prefixes
 from miles_k3.rollout.embedded.runner import Runner
@@ -79,6 +81,8 @@ def check_overlap(options: dict[str, Any]) -> EmbeddedEngine:
     for _ in range(2):
         assert_same(ask(engine, PROMPTS, PARAMS), expected)
         assert_idle(engine)
+    assert engine.stats()["generated_tokens"] == 2 * sum(map(len, tokens_of(expected)))
+    assert engine.stats()["discarded_tokens"] <= 2 * sum(e.finish_reason is FinishReason.STOP for e in expected)
     return engine
 
 
@@ -103,6 +107,18 @@ def test_the_check_of_overlap_sees_planted_mistakes(
     monkeypatch.setattr(owner, verb, mutate(getattr(owner, verb), edit))
     with pytest.raises((AssertionError, EngineError, ValueError)):
         check_overlap({})
+
+
+def test_an_answer_that_stops_keeps_its_routed_experts() -> None:
+    """Its last token was fed by the step in flight; the experts of that one are left out."""
+    params = SamplingParams(max_new_tokens=30, seed=2, stop_token_ids=STOPS, return_routed_experts=True)
+    expected = ask(make_engine(), PROMPTS, params)
+    answers = ask(make_engine(overlap=True), PROMPTS, params)
+    assert any(e.finish_reason is FinishReason.STOP for e in expected)
+    for answer, other in zip(answers, expected, strict=True):
+        assert other.routed_experts is not None
+        assert answer.routed_experts is not None
+        assert torch.equal(answer.routed_experts, other.routed_experts)
 
 
 def test_a_step_is_queued_while_the_last_one_runs() -> None:
@@ -253,7 +269,7 @@ def test_snapshots_take_turns_in_two_slots() -> None:
 def test_a_failed_step_ends_everybody_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     """No book is believed after it: memory and cache begin anew."""
     engine = make_engine(prefix_cache="radix", cache_min_tokens=1, overlap=overlap, top_k=ALL)
-    expected = ask(engine, PROMPTS, PARAMS)
+    expected, old = ask(engine, PROMPTS, PARAMS), engine.pool
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "prompt_done", lambda self, request: self.prefilling.remove(request) or 1 / 0)
         fresh = random_prompts(3, seed=99)
@@ -265,6 +281,8 @@ def test_a_failed_step_ends_everybody_and_the_engine_goes_on(monkeypatch: pytest
     assert all(isinstance(o, EngineError) and "division by zero" in str(o) for o in outcomes)
     assert_idle(engine)
     assert not engine.pool.num_held
+    with pytest.raises(PoolError):
+        _ = old.states  # there may be no room for two
     again = ask(engine, PROMPTS, PARAMS)
     assert_same(again, expected)
     assert all(a.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for a in again)
