@@ -57,7 +57,11 @@ def test_recycled_and_free_memory_is_never_read(expected: list[Completion], cach
     [
         (BlockPool, "flush", ("self._zero(kind, dirty)", "pass")),
         (UnifiedPool, "_move", ("self._copy(kind, self._as_rows(kind, sources), self._rows(kind, moved))", "pass")),
-        (batch, "_decode_batch", ("positions_S > contexts_B[:, None]", "positions_S > contexts_B[:, None] + 1")),
+        (
+            batch,
+            "_decode_batch",
+            ("positions_S > put(contexts_B, device)[:, None]", "positions_S > 1 + put(contexts_B, device)[:, None]"),
+        ),
         (batch, "step_batch", ("starts_B[owners_T] +", "1 + starts_B[owners_T] +")),
         (batch, "_context", ("positions_S <= queries_BL[", "positions_S <= 1 + queries_BL[")),
     ],
