@@ -19,7 +19,7 @@ from miles_k3.commands.options import RecipeArg, SetOption
 from miles_k3.commands.plan import plan
 from miles_k3.commands.recipe import recipe_app
 from miles_k3.commands.serve import serve
-from miles_k3.errors import MilesError
+from miles_k3.errors import MilesError, remedy
 
 app = typer.Typer(
     help="Post-train Kimi K3 with reinforcement learning.",
@@ -80,16 +80,10 @@ def _os_sentence(error: OSError) -> str:
     """What the system refused, in one line; files that were published before are whole."""
     import errno
 
-    hints = {
-        errno.ENOSPC: "free some space; a run goes on from its last checkpoint with --resume",
-        errno.EDQUOT: "free some of your quota; a run goes on from its last checkpoint with --resume",
-        errno.EROFS: "choose a run.folder that can be written",
-        errno.EACCES: "change its permissions or choose another path, such as another run.folder",
-        errno.EPERM: "change its permissions or choose another path, such as another run.folder",
-        errno.ENOTDIR: "a part of the path is a file; choose another path",
-    }
+    hint = remedy(error, "another path, such as another run.folder", "miles-k3 --debug shows where it happened")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint += "; a run goes on from its last checkpoint with --resume"
     place = f"{error.filename}: " if error.filename is not None else ""
-    hint = hints.get(error.errno or 0, "miles-k3 --debug shows where it happened")
     return f"{place}{error.strerror or str(error) or type(error).__name__}; {hint}"
 
 

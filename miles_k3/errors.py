@@ -1,5 +1,7 @@
 """One root for every error that a user can cause; each sentence says what came, what was expected and what to do."""
 
+import errno
+
 
 class MilesError(Exception):
     """Root of the product's errors: the CLI prints these without a traceback and exits with 2."""
@@ -39,3 +41,17 @@ class EngineError(MilesError):
 
 class LaunchError(MilesError):
     """The processes or devices that a recipe asks for can't be had."""
+
+
+def remedy(error: OSError, place: str, otherwise: str) -> str:
+    """What to do about a refusal of the system; `place`: what may be chosen instead, "another folder"."""
+    remedies = {
+        errno.ENOSPC: "free some space",
+        errno.EDQUOT: "free some of your quota",
+        errno.EROFS: f"choose {place} that can be written",
+        errno.EACCES: f"change its permissions or choose {place}",
+        errno.EPERM: f"change its permissions or choose {place}",
+        errno.ENOTDIR: f"a part of the path is a file; choose {place}",
+        errno.EEXIST: f"a part of the path is a file; choose {place}",
+    }
+    return remedies.get(error.errno or 0, otherwise)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,11 +81,13 @@ def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Load
     values = _resolve(layers.config, layers)
     _anchor_paths(values, layers)
     recipe, found = judge(values, frozenset(layers.bad_keys))
+    spelled = dict(flatten(OmegaConf.to_container(layers.config, resolve=False)))  # type: ignore[arg-type]
+    bad = {problem.key for problem in found}
     for problem in found:
-        layers.complain(problem.key, problem.text, _origin_place(layers, problem.key))
+        if _reference(spelled.get(problem.key)) not in bad:  # else it is said where the value was spelled
+            layers.complain(problem.key, problem.text, _origin_place(layers, problem.key))
     if recipe is None or layers.problems:
         raise ConfigError(layers.problems)
-    spelled = dict(flatten(OmegaConf.to_container(layers.config, resolve=False)))  # type: ignore[arg-type]
     sources = {key: _source(layers, key, spelled.get(key)) for key, _ in flatten(recipe.model_dump())}
     name = file.parent.name if file.name == "recipe.yaml" else file.stem
     return LoadedRecipe(recipe=recipe, sources=sources, name=name, path=file)
@@ -280,6 +283,12 @@ def _without_dots(path: Path) -> Path:
 def _origin_place(layers: _Layers, key: str) -> str:
     origin = layers.origins.get(key)
     return origin.place if origin else ""
+
+
+def _reference(spelled: Any) -> str | None:
+    """The key that a value is a mere reference to."""
+    whole = re.fullmatch(r"\$\{([\w.]+)\}", spelled) if isinstance(spelled, str) else None
+    return whole and whole[1]
 
 
 def _source(layers: _Layers, key: str, spelled: Any) -> str:

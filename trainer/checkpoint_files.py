@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from miles_k3.errors import CheckpointError
+from miles_k3.errors import CheckpointError, remedy
 from miles_k3.files import write_text
 from miles_k3.k3.safetensors_header import TensorHeader, read_header, shown
 from miles_k3.trainer.boxes import Box, find_overlap
@@ -110,7 +110,8 @@ def write_rank_file(path: Path, tensors: Sequence[tuple[str, Tensor]], metadata:
             os.fsync(file.fileno())
     except OSError as e:
         raise CheckpointError(
-            f"{path} can't be written ({e.strerror or e}); free some space, then go on with --resume"
+            f"{path} can't be written ({e.strerror or e}); {remedy(e, 'another run.folder', 'look at its disk')}, then "
+            "go on with --resume"
         ) from None
 
 

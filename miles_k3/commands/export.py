@@ -17,9 +17,24 @@ class Format(StrEnum):
     MXFP4 = "mxfp4"
 
 
+def _format(text: str) -> Format:
+    try:
+        return Format(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} given, expected {', '.join(Format)}") from None
+
+
 def export(
     source: Annotated[Path, typer.Argument(metavar="RUN|PEFT_FOLDER", help="A run's folder, or an adapter's.")],
-    to: Annotated[Format, typer.Option("--to", help="peft: the adapter; bf16, mxfp4: merged into the base.")],
+    to: Annotated[
+        Format,
+        typer.Option(
+            "--to",
+            parser=_format,
+            metavar="peft|bf16|mxfp4",
+            help="peft: the adapter; bf16, mxfp4: merged into the base.",
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="A folder that doesn't exist yet.")],
     model: Annotated[
         Path | None, typer.Option("--model", metavar="FOLDER", help="The base, where another one than is named.")

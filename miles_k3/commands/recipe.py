@@ -52,7 +52,9 @@ def diff(
 
     first = _values(load_recipe(recipe, overrides or []))
     second = defaults() if other is None else _values(load_recipe(other))
-    keys = [key for key in first if first[key] != second.get(key)] + [key for key in second if key not in first]
+    keys = [key for key in dict.fromkeys((*first, *second)) if first.get(key) != second.get(key)]
+    # A section that one leaves empty and the other fills differs by what is in it.
+    keys = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
     named = [("", recipe, other or "default")]
     absent = MISSING if other is None else "-"
     rows = named + [(key, first.get(key, "-"), second.get(key, absent)) for key in keys]

@@ -47,7 +47,8 @@ def export_merged(
         params = list(merger.params())
         plan = {"format": 1, "to": target, "adapter": origin.sha256, "base": _fingerprint(base)}
         with ShardedFolder(folder, params, plan, shard_bytes=shard_bytes, resume=resume) as out:
-            told(f"{len(params)} tensors, {sum(p.num_bytes for p in params):,} bytes in {len(out.shards)} files")
+            files = f"{len(out.shards)} file{'s'[: len(out.shards) != 1]}"
+            told(f"{len(params)} tensors, {sum(p.num_bytes for p in params):,} bytes in {files}")
             marker = {MERGE_MARKER: _adapter_name(origin)}
             losses = Losses.merged(out.write(merger.pieces, merger.losses.take, marker, _teller(told, out)))
             return _finish(origin, target, out, losses, verify=verify, prompts=prompts, told=told)

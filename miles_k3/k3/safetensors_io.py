@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from miles_k3.errors import CheckpointError
+from miles_k3.errors import CheckpointError, remedy
 from miles_k3.files import sync_folder
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.params import DType, Param, Part, iter_params
@@ -273,4 +273,5 @@ def disk_errors(what: str) -> Iterator[None]:
         yield
     except OSError as e:
         reason = e.strerror or str(e)
-        raise CheckpointError(f"{what} can't be written ({reason}); free the disk or choose another folder") from e
+        hint = remedy(e, "another folder", "choose another folder")
+        raise CheckpointError(f"{what} can't be written ({reason}); {hint}") from e

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from miles_k3.types import AdapterUpdate, Completion, SamplingParams
 
 if TYPE_CHECKING:
     from miles_k3.loop import RunResult
+    from miles_k3.protocols import OnTokens
     from miles_k3.rollout.embedded.engine import EmbeddedEngine
     from miles_k3.world import World
 
@@ -143,6 +144,20 @@ class EngineActor:
     ) -> Completion:
         return await self._engine.generate(token_ids, params, request_id=request_id, adapter_version=version)
 
+    async def stream(
+        self, token_ids: tuple[int, ...], params: SamplingParams, request_id: str, version: int
+    ) -> AsyncIterator[tuple[tuple[int, ...], tuple[float, ...]] | Completion]:
+        """(tokens, their log-probabilities) as they are sampled, and the completion at the end."""
+        news: asyncio.Queue[tuple[tuple[int, ...], tuple[float, ...]] | None] = asyncio.Queue()
+        answer = asyncio.ensure_future(self._engine.generate(
+            token_ids, params, request_id=request_id, adapter_version=version,
+            on_tokens=lambda tokens, logprobs: news.put_nowait((tuple(tokens), tuple(logprobs))),
+        ))  # fmt: skip
+        answer.add_done_callback(lambda _: news.put_nowait(None))
+        while (told := await news.get()) is not None:
+            yield told
+        yield await answer
+
     async def score(self, sequences: list[tuple[int, ...]], temperature: float) -> list[Any]:
         return self._engine.score(sequences, temperature=temperature)
 
@@ -194,6 +209,17 @@ class RayEngineProcess:
             return await self._ask(verb, *arguments)
         except RayError as error:
             raise _told(error) from error
+
+    async def stream(self, on_tokens: OnTokens, *arguments: Any) -> Completion:
+        try:
+            async for coming in self._actor.stream.options(num_returns="streaming").remote(*arguments):
+                told = await coming
+                if isinstance(told, Completion):
+                    return told
+                on_tokens(*told)
+        except RayError as error:
+            raise _told(error) from error
+        raise EngineGoneError("it ended a stream without a completion")
 
     def tell(self, verb: str, *arguments: Any) -> None:
         self._ask(verb, *arguments)

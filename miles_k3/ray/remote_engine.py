@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from miles_k3.errors import EngineError
@@ -41,8 +41,12 @@ class EngineProcess(Protocol):
         """The same, awaited; any number at once."""
         ...
 
+    async def stream(self, on_tokens: OnTokens, *arguments: Any) -> Completion:
+        """The engine's `generate`, awaited; `on_tokens` hears of what has been sampled while it goes on."""
+        ...
+
     def tell(self, verb: str, *arguments: Any) -> None:
-        """The same without an answer; returns at once, and never raises."""
+        """The same as `call` without an answer; returns at once, and never raises."""
         ...
 
     def load(self, update: AdapterUpdate) -> int:
@@ -99,16 +103,15 @@ class RemoteEngine:
         adapter_version: int | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Like Engine.generate. Raises EngineError for `on_tokens`, too: tokens come from the process all at once."""
+        """Like Engine.generate. Raises EngineError, too, where `on_tokens` has heard of tokens that the next process
+        did not sample again."""
         self._refuse_closed()
-        if on_tokens is not None:
-            raise EngineError(
-                "an engine in a process of its own can't tell tokens as they are sampled; leave on_tokens"
-            )
         request_id = request_id or f"remote-{next(self._ids)}"
         if request_id in self._running:
             raise EngineError(f"request id {request_id!r} is in use; choose another or leave it out")
         version = self._version if adapter_version is None else adapter_version
+        arguments = (tuple(token_ids), params, request_id, version)
+        told = None if on_tokens is None else _Told(on_tokens)
         self._running.add(request_id)
         try:
             while True:
@@ -116,19 +119,21 @@ class RemoteEngine:
                     return _nothing(version)
                 process = self._process
                 try:
-                    return await self._watched(process, "generate", tuple(token_ids), params, request_id, version)
+                    if told is None:
+                        return await self._watched(process, process.acall("generate", *arguments))
+                    return await self._watched(process, process.stream(told.again(), *arguments))
                 except EngineGoneError as gone:
                     await asyncio.to_thread(self._replace, process, gone)
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or what `on_tokens` raised: nobody waits for the answer
             self.abort(request_id)
             raise
         finally:
             self._running.discard(request_id)
             self._aborted.discard(request_id)
 
-    async def _watched(self, process: EngineProcess, verb: str, *arguments: Any) -> Any:
+    async def _watched(self, process: EngineProcess, answer: Awaitable[Completion]) -> Completion:
         """The answer; where nothing at all comes from the process for too long, it is ended."""
-        answer = asyncio.ensure_future(process.acall(verb, *arguments))
+        answer = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait({answer}, timeout=self._timeout_s))[0]:
                 await self._look_after(process)
@@ -244,6 +249,33 @@ class RemoteEngine:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineError(self._closed)
+
+
+class _Told:
+    """What `on_tokens` has heard of a request, which may be issued again."""
+
+    def __init__(self, on_tokens: OnTokens) -> None:
+        self._on_tokens = on_tokens
+        self._tokens: list[int] = []
+
+    def again(self) -> OnTokens:
+        """For the next process: tokens that were told are compared, and told no second time."""
+        came = 0
+
+        def hear(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+            nonlocal came
+            known = self._tokens[came : came + len(tokens)]
+            came += len(tokens)
+            if list(tokens[: len(known)]) != known:
+                raise EngineError(
+                    "the engine's process ended in the midst of a stream, and the next one sampled other tokens than "
+                    "were told; ask again"
+                )
+            if fresh := tokens[len(known) :]:
+                self._tokens += fresh
+                self._on_tokens(fresh, logprobs[len(known) :])
+
+        return hear
 
 
 def _nothing(version: int) -> Completion:

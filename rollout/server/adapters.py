@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from miles_k3.adapters.content import content_sha256
 from miles_k3.adapters.peft_config import CONFIG_FILE
 from miles_k3.adapters.peft_io import TENSOR_FILE, load_peft
 from miles_k3.adapters.update import make_update
@@ -54,7 +55,7 @@ class Adapters:
         async with self._changing:
             version = await self._next_version() if version is None else version
             try:
-                update = await asyncio.to_thread(_read, folder, self._config, version)
+                update, weights_sha256 = await asyncio.to_thread(_read, folder, self._config, version)
             except (AdapterError, OSError) as e:
                 raise ApiError(400, str(e).replace(str(folder), source), code="bad_adapter") from e
             if update.config.rank > self._backend.max_rank:
@@ -70,7 +71,7 @@ class Adapters:
                 raise ApiError(409, str(e), code="adapter_conflict", retry_after_s=RETRY_S) from e
             served = Served(
                 version=version, name=name, rank=update.config.rank, alpha=update.config.alpha, sha256=update.sha256,
-                source=source, pinned=pin,
+                weights_sha256=weights_sha256, source=source, pinned=pin,
             )  # fmt: skip
             self.names.add(served)
             gone = self.names.keep(await self._backend.live_versions())
@@ -95,9 +96,11 @@ class Adapters:
         return await self._backend.engine_version() + 1
 
 
-def _read(folder: Path, config: K3Config, version: int) -> AdapterUpdate:
+def _read(folder: Path, config: K3Config, version: int) -> tuple[AdapterUpdate, str]:
+    """The update, and the hash of its weights alone."""
     adapter, tensors = load_peft(folder, config)
-    return make_update(version, adapter, tensors)
+    update = make_update(version, adapter, tensors)
+    return update, content_sha256(adapter, update.tensors)
 
 
 @asynccontextmanager

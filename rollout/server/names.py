@@ -14,13 +14,15 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A loaded adapter. `pinned`: no later load takes its place."""
+    """A loaded adapter. `pinned`: no later load takes its place. `sha256` is that of the update, version and all;
+    `weights_sha256` is the same for the same weights, and what a PEFT folder of the product carries."""
 
     version: int
     name: str | None
     rank: int
     alpha: float
     sha256: str
+    weights_sha256: str
     source: str
     pinned: bool = False
     loaded_at: int = field(default_factory=lambda: int(time.time()))

@@ -72,6 +72,7 @@ def refused(done: SimpleNamespace, *parts: str) -> None:
     [
         ("rollout.groupsize=4", ("rollout.groupsize: unknown key; did you mean rollout.group_size?",)),
         ("colour=red", ("colour: unknown key; ",)),
+        ("lora.rank=abc", ("lora.rank: text 'abc' given", "(--set)")),
         ("trainer.lr=1e-5", ("text '1e-5' given", "write 1.0e-5")),
         ("trainer.lr=1.0e+300", ("expected 100 or less", "Adam's peak learning rate")),
         ("trainer.lr=.nan", (".nan given, expected a finite number",)),

@@ -135,3 +135,20 @@ def test_bad_input(run: Path, call: Callable[..., SimpleNamespace], tmp_path: Pa
     assert (done.code, len(errors)) == (2, 1), done.err
     assert said in errors[0]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["peft", "bf16"])
+def test_a_file_where_a_folder_is_wanted(
+    run: Path, call: Callable[..., SimpleNamespace], tmp_path: Path, form: str
+) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file" / "x", tmp_path / "file" / "x" / "y"):
+        done = call("export", run, "--to", form, "--out", out)
+        assert done.code == 2
+        assert "a part of the path is a file; choose another folder" in done.err.splitlines()[-1]
+
+
+def test_an_unknown_form_is_told_those_there_are(call: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
+    done = call("export", tmp_path, "--to", "bf17", "--out", tmp_path / "x")
+    assert done.code == 2
+    assert "'bf17' given, expected peft, bf16, mxfp4" in done.err

@@ -5,6 +5,7 @@ The cluster is of this machine alone: two raylets, one CPU each. Afterwards no p
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -146,6 +147,16 @@ def test_an_engine_that_is_killed_in_a_step_costs_nothing(tmp_path: Path, cluste
         issued = int(line[1])
     finish(process)
     assert_same_run(read_results(folder), read_results(tmp_path / "alone"))
+
+
+def test_tokens_are_told_as_they_are_sampled_also_when_the_engine_is_killed(cluster: str) -> None:
+    script = Path(__file__).parents[1] / "helpers" / "ray_streams.py"
+    _started.append(start([sys.executable, str(script), cluster], **ENV))
+    told = json.loads(finish(_started[-1]).splitlines()[-1])
+    assert told["told"] == told["completion"] == told["whole"], "each token once, in order"
+    assert told["logprobs"] == pytest.approx(told["whole_logprobs"], abs=1e-5)
+    assert told["calls"] > 5, "not all at the end"
+    assert told["restarts"] == 1
 
 
 def read_line(process: subprocess.Popen[str]) -> str:

@@ -48,7 +48,7 @@ def test_numbers_versions_and_a_chat(browsing: tuple[Any, list[str]], tmp_path: 
         served, _ = running.do(
             lambda: running.server.adapters.load(tmp_path / "a", name="first", version=None, pin=True, source="a")
         )
-        expect(page.locator("#adapters")).to_contain_text(served.sha256[:12], timeout=60_000)
+        expect(page.locator("#adapters")).to_contain_text(served.weights_sha256[:12], timeout=60_000)
         expect(page.locator("#state")).to_have_text("ready, newest adapter: v0")
         page.select_option("#version", f"{MODEL}@base")
         page.fill("#temperature", "0")

@@ -10,6 +10,7 @@ import torch
 
 from miles_k3.adapters.update import make_update
 from miles_k3.errors import AdapterError
+from miles_k3.protocols import OnTokens
 from miles_k3.ray.remote_engine import EngineGoneError, RemoteEngine
 from miles_k3.types import AdapterConfig, AdapterUpdate, Completion, FinishReason
 
@@ -26,6 +27,7 @@ class Process:
         self.ends_in, self.verbs = ends_in, []
         self.alive, self.version, self.asleep = True, -1, False
         self.under_way: dict[str, asyncio.Future] = {}
+        self.hearers: dict[str, OnTokens] = {}
         self.hangs = self.deaf = False  # answers nothing; hears of no abort
 
     def _judge(self, verb: str) -> None:
@@ -50,6 +52,13 @@ class Process:
             return {}
         _, _, request_id, version = arguments
         assert version in (self.version, -1), "an engine refuses a version that it does not have"
+        self.under_way[request_id] = asyncio.get_running_loop().create_future()
+        return await self.under_way[request_id]
+
+    async def stream(self, on_tokens: OnTokens, *arguments: Any) -> Completion:
+        self._judge("stream")
+        *_, request_id, _ = arguments
+        self.hearers[request_id] = on_tokens
         self.under_way[request_id] = asyncio.get_running_loop().create_future()
         return await self.under_way[request_id]
 

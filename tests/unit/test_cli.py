@@ -145,6 +145,7 @@ def test_a_run_that_was_stopped_says_so_by_its_exit_code(run_cli, loop: list, tm
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; free some space"),
         (PermissionError(errno.EACCES, "Permission denied", "/r"), "/r: Permission denied; change its permissions"),
+        (FileExistsError(errno.EEXIST, "File exists", "/r"), "/r: File exists; a part of the path is a file"),
         (TimeoutError(), "TimeoutError; miles-k3 --debug shows where it happened"),
     ],
 )
@@ -241,6 +242,7 @@ def test_recipe_diff_and_explain(run_cli) -> None:
     assert ["cluster.nodes", "4", "16"] in [line.split() for line in lines]
     assert not any(line.startswith("lora.") for line in lines)
     against = run_cli("recipe", "diff", "tiny-cpu", "--set", "lora.rank=4").out
+    assert not any(line.split()[0] == "task.params" for line in against.splitlines()), "its keys say it"
     assert ["lora.rank", "4", "16"] in [line.split() for line in against.splitlines()]
     assert "say the same" in run_cli("recipe", "diff", "tiny-cpu", "tiny-cpu").out
     assert "  type: number" in run_cli("recipe", "explain", "trainer.lr").out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from helpers.engine_processes import Process, engine_over, new_update, until
@@ -163,10 +164,36 @@ def test_a_cancelled_call_aborts_its_request() -> None:
     asyncio.run(main())
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+@pytest.mark.parametrize("again", [(5, 6, 7), (5, 9, 7)])
+def test_tokens_that_were_told_are_not_told_again(again: tuple[int, ...]) -> None:
+    async def main() -> None:
+        first, second = Process(), Process()
+        engine, heard = engine_over(first, second), []
+
+        def hear(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+            heard.extend(zip(tokens, logprobs, strict=True))
+
+        asked = asyncio.ensure_future(engine.generate([1], SamplingParams(), request_id="r", on_tokens=hear))
+        await until(lambda: "r" in first.under_way)
+        first.hearers["r"]((5,), (-0.5,))
+        first.hearers["r"]((6,), (-0.6,))
+        first.end()
+        await until(lambda: "r" in second.under_way)
+        second.hearers["r"](again[:1], (-0.5,))
+        if again[1] != 6:
+            with pytest.raises(EngineError, match="sampled other tokens than were told"):
+                second.hearers["r"](again[1:], (-0.9, -0.7))
+        else:
+            second.hearers["r"](again[1:], (-0.6, -0.7))
+            assert heard == [(5, -0.5), (6, -0.6), (7, -0.7)]
+        second.answer("r")
+        await asked
+
+    asyncio.run(main())
+
+
+def test_a_closed_engine_says_so() -> None:
     engine = engine_over(Process())
-    with pytest.raises(EngineError, match="can't tell tokens"):
-        asyncio.run(engine.generate([1], SamplingParams(), on_tokens=lambda tokens, logprobs: None))
     engine.close()
     with pytest.raises(EngineError, match="engine 0 is closed"):
         engine.score([[1, 2]])

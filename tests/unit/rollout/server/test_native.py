@@ -146,6 +146,8 @@ def test_an_upload_is_the_same_adapter(client: httpx.Client, root: Path) -> None
     answer = upload(client, tar_of(root / "a0"), name="sent", version=1)
     assert answer.status_code == 200, answer.text
     assert (answer.json()["version"], answer.json()["name"]) == (1, "sent")
+    assert answer.json()["weights_sha256"] == first["weights_sha256"] != load(client, "a1")["weights_sha256"]
+    assert answer.json()["sha256"] != first["sha256"], "that of the update counts its version"
     old, new = generate(client, adapter_version=first["version"]), generate(client, model="sent")
     assert old["output_ids"] == new["output_ids"]
 
