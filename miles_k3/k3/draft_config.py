@@ -83,6 +83,11 @@ class DraftConfig:
         """Numbers that the target hands over for one token."""
         return len(self.target_layer_ids) * self.hidden_size
 
+    @property
+    def context_width(self) -> int:
+        """Numbers that the draft itself keeps of one token: keys and values of all its layers."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
     def refuse_target(self, target: K3Config, source: str) -> None:
         """Raises CheckpointError unless the draft can read `target`'s taps, embedding and head."""
         problems = [

@@ -2,6 +2,7 @@
 
 A slot is one run of bytes: fp32 states of all KDA layers, then the convolution windows of all. A page is one run too:
 token by token, and within a token layer by layer, so a row of the cache stands `kv_layers` rows from the next token's.
+Behind the layers a token has what a draft model knows of it, so that whoever shares or copies a page takes that along.
 With layers outside of tokens, `kv[layer].flatten(0, 1)` would be a copy, and what a layer writes into it would be lost.
 
 Shapes: L layers of the kind, S slots, P pages, Z page size, N heads, K and V channels, W convolution width, C latent
@@ -33,14 +34,17 @@ class Layout:
     page_size: int
     width: int
     dtype: torch.dtype
+    draft_width: int = 0  # numbers of a draft's keys and values, a token
 
     @classmethod
-    def for_model(cls, config: K3Config, *, page_size: int, dtype: torch.dtype, tp: int = 1) -> Layout:
+    def for_model(
+        cls, config: K3Config, *, page_size: int, dtype: torch.dtype, tp: int = 1, draft_width: int = 0
+    ) -> Layout:
         """The heads are split over `tp` ranks; the latents are whole on each."""
         return cls(
             kda_layers=len(config.kda_layers), heads=config.kda_num_heads // tp, head_dim=config.kda_head_dim,
             conv_width=config.short_conv_kernel_size, mla_layers=len(config.mla_layers), page_size=page_size,
-            width=config.latent_cache_dim, dtype=dtype,
+            width=config.latent_cache_dim, dtype=dtype, draft_width=draft_width,
         )  # fmt: skip
 
     @property
@@ -55,9 +59,14 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        """One token in all MLA layers, padded so that a page is aligned."""
+        """One token in all MLA layers and the draft, padded so that a page is aligned."""
         unit = ALIGN_BYTES // math.gcd(ALIGN_BYTES, self.page_size)
-        return _aligned(self.mla_layers * self.width * self.dtype.itemsize, max(unit, self.dtype.itemsize))
+        return _aligned(self.page_numbers * self.dtype.itemsize, max(unit, self.dtype.itemsize))
+
+    @property
+    def page_numbers(self) -> int:
+        """Of one token: latents of all layers, then the draft's."""
+        return self.mla_layers * self.width + self.draft_width
 
     @property
     def page_bytes(self) -> int:
@@ -75,6 +84,7 @@ class Views:
     states: Tensor  # fp32 [L, S, N, K, V]
     windows: Tensor  # [L, S, W - 1, D]
     kv: Tensor  # [L, P, Z, C]; flatten(0, 1) of a layer is a view
+    draft: Tensor  # [1, P, Z, draft_width], likewise
     slot_words: Tensor  # [S, slot_bytes / 8]
     page_words: Tensor  # [P, page_bytes / 8]
 
@@ -100,6 +110,11 @@ class Views:
                 (layout.mla_layers, pages, layout.page_size, layout.width),
                 (layout.width, layout.page_size * token, token, 1),
                 first_page // size,
+            ),
+            draft=numbers.as_strided(
+                (1, pages, layout.page_size, layout.draft_width),
+                (token, layout.page_size * token, token, 1),
+                first_page // size + layout.mla_layers * layout.width,
             ),
             slot_words=words.as_strided((slots, slot_bytes // 8), (slot_bytes // 8, 1)),
             page_words=words.as_strided((pages, layout.page_bytes // 8), (layout.page_bytes // 8, 1), first_page // 8),

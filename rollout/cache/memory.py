@@ -135,6 +135,11 @@ class BlockPool(ABC):
     def kv(self) -> Tensor:
         """[MLA layers, rows, page size, latent cache width]; `kv[layer].flatten(0, 1)` is a view."""
 
+    @property
+    @abstractmethod
+    def draft(self) -> Tensor:
+        """[1, rows, page size, draft width]: what a draft model keeps of the tokens of the same pages."""
+
     @abstractmethod
     def _rows(self, kind: Kind, blocks: np.ndarray) -> np.ndarray: ...
 
@@ -182,7 +187,7 @@ class BlockPool(ABC):
         return self._owned_rows(Kind.SLOT, slots)
 
     def page_rows(self, pages: Ids) -> Tensor:
-        """Rows of `kv[layer]`, the same way: pad tables of pages with 0."""
+        """Rows of `kv[layer]` and `draft[0]`, the same way: pad tables of pages with 0."""
         return self._owned_rows(Kind.PAGE, pages)
 
     def _owned_rows(self, kind: Kind, blocks: Ids) -> Tensor:

@@ -29,7 +29,7 @@ class SplitPool(BlockPool):
         self.layout, self.device, self.page_size = layout, device, layout.page_size
         self.block_bytes = {Kind.SLOT: layout.slot_bytes, Kind.PAGE: layout.page_bytes}
         self._counts = {Kind.SLOT: num_slots, Kind.PAGE: num_pages}
-        self._tensors: tuple[Tensor, Tensor, Tensor] | None = None
+        self._tensors: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.wake()  # first: what doesn't fit is refused by the allocator, before a book of as many blocks is made
         self._free = {kind: list(range(1, count + 1)) for kind, count in self._counts.items()}
         super().__init__({kind: Ledger(kind, count + 1) for kind, count in self._counts.items()})
@@ -84,7 +84,7 @@ class SplitPool(BlockPool):
 
     # --- bytes --------------------------------------------------------------------------------------------------
     @property
-    def _awake(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _awake(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if self._tensors is None:
             raise PoolError("the cache sleeps; wake the engine first")
         return self._tensors
@@ -100,6 +100,10 @@ class SplitPool(BlockPool):
     @property
     def kv(self) -> Tensor:
         return self._awake[2]
+
+    @property
+    def draft(self) -> Tensor:
+        return self._awake[3]
 
     def _parts(self, kind: Kind) -> tuple[Tensor, ...]:
         return self._awake[:2] if kind is Kind.SLOT else self._awake[2:]
@@ -133,6 +137,7 @@ class SplitPool(BlockPool):
             ((at.kda_layers, slots, n, d, d), torch.float32),
             ((at.kda_layers, slots, at.conv_width - 1, 3 * n * d), at.dtype),
             ((at.mla_layers, pages, at.page_size, at.width), at.dtype),
+            ((1, pages, at.page_size, at.draft_width), at.dtype),
         )
-        states, windows, kv = (torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
-        self._tensors = states, windows, kv
+        states, windows, kv, draft = (torch.zeros(s, dtype=dtype, device=self.device) for s, dtype in shapes)
+        self._tensors = states, windows, kv, draft

@@ -113,6 +113,10 @@ class UnifiedPool(BlockPool):
         return self.views.kv
 
     @property
+    def draft(self) -> Tensor:
+        return self.views.draft
+
+    @property
     def is_flushed(self) -> bool:
         ends = self.places.ends.values()
         return super().is_flushed and not any(end.sources for end in ends)

@@ -15,9 +15,10 @@ from miles_k3.k3.ops.kda import kda_chunk, kda_gate
 from miles_k3.k3.ops.mla import mla_chunk, mla_expanded
 from miles_k3.k3.ops.short_conv import next_window, short_conv
 from miles_k3.rollout.cache.memory import BlockPool
-from miles_k3.rollout.embedded.batch import Bucket, ChunkBatch, DecodeBatch, StepBatch
+from miles_k3.rollout.embedded.batch import Bucket, ChunkBatch, DecodeBatch, StepBatch, VerifyBatch
 from miles_k3.rollout.embedded.lora import StepAdapters
 from miles_k3.rollout.embedded.weights import KdaWeights, MlaWeights
+from miles_k3.rollout.speculative.verify import kda_verify, mla_verify, short_conv_verify
 
 OUT = "self_attn.o_proj"
 
@@ -40,6 +41,8 @@ class KdaLayer:
         parts, n = [], batch.num_decodes
         if batch.decode is not None and batch.pool is not None:
             parts.append(self._step(raw_TD[:n], f_TNK[:n], beta_TN[:n], batch.decode, batch.pool))
+        if batch.verify is not None and batch.pool is not None:
+            parts.append(self._verify(raw_TD[:n], f_TNK[:n], beta_TN[:n], batch.verify, batch.pool))
         if batch.chunks is not None:
             parts.append(self._chunk(raw_TD[n:], f_TNK[n:], beta_TN[n:], batch.chunks, batch.pool))
         o_TNV = joined(parts)
@@ -65,6 +68,14 @@ class KdaLayer:
             states.index_copy_(0, at.rows_B, state)
             windows.index_copy_(0, at.rows_B, window)
         return o_TNV
+
+    def _verify(self, raw_TD: Tensor, f_TNK: Tensor, beta_TN: Tensor, batch: VerifyBatch, pool: BlockPool) -> Tensor:
+        """A few tokens a request. States and windows stay as they are; what moves them is recorded."""
+        window = pool.windows[self.index].index_select(0, batch.slots_B)
+        q, k, v = self._split(short_conv_verify(raw_TD, self.w.conv_D1W, window, batch.steps))
+        g = torch.addcmul(self.w.rate_dt_NK, f_TNK.float(), self.w.rate_NK).sigmoid_().mul_(self.bound)
+        batch.replay.record(self.index, raw_TD, k, v, g, beta_TN)
+        return kda_verify(q, k, v, g, beta_TN, pool.states[self.index], batch.steps, batch.ordered_B)
 
     def _chunk(
         self, raw_TD: Tensor, f_TNK: Tensor, beta_TN: Tensor, batch: ChunkBatch, pool: BlockPool | None
@@ -106,6 +117,10 @@ class MlaLayer:
         if batch.decode is not None and kv_PZC is not None:
             cache_BSC = _gather(kv_PZC, batch.decode.table_BP)
             parts.append(mla_step(q_TNQ[:n], cache_BSC, batch.decode.bias_B1S, w.w_k_NPC, w.w_v_NVC))
+        if batch.verify is not None and kv_PZC is not None:
+            cache_BSC = _gather(kv_PZC, batch.verify.table_BP)
+            steps, biases = batch.verify.steps, batch.verify.biases
+            parts.append(mla_verify(q_TNQ[:n], cache_BSC, biases, w.w_k_NPC, w.w_v_NVC, steps))
         if batch.chunks is not None:
             parts.append(self._chunks(q_TNQ[n:], row_TC[n:], batch.chunks, kv_PZC))
         o_TNV = joined(parts)

@@ -1,6 +1,6 @@
 """Index maps of one forward, made on the host once and shared by every layer.
 
-A step's stream holds the decoding requests' tokens first, one each, then the chunks of prompts.
+A step's stream holds the decoding requests' tokens first, one each or those of a verify, then the chunks of prompts.
 Shapes: T tokens of the step, B requests, L longest chunk, P pages of the longest context, S = P * page_size.
 """
 
@@ -18,6 +18,8 @@ from miles_k3.rollout.cache.device import put
 from miles_k3.rollout.cache.memory import BlockPool
 from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.request import Request
+from miles_k3.rollout.speculative.replay import ReplayBuffer
+from miles_k3.rollout.speculative.verify import VerifySteps, verify_biases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +45,22 @@ class DecodeBatch:
     states: StateRows
     table_BP: Tensor
     bias_B1S: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VerifyBatch:
+    """A token of each request and what was drafted behind it: see `speculative.verify`.
+
+    `slots_B`: rows of states and windows, by request; `ordered_B`: the same in the order of the steps. What moves the
+    states goes into `replay`; the pool's states and windows are read only.
+    """
+
+    steps: VerifySteps
+    slots_B: Tensor
+    ordered_B: Tensor
+    table_BP: Tensor
+    biases: list[Tensor]
+    replay: ReplayBuffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,38 +105,66 @@ class ChunkBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:
-    """All tokens of a step. `write_T`: rows of a layer's flattened pages that they fill; None: no cache is touched."""
+    """All tokens of a step, the first `num_decodes` of requests that decode or verify.
+
+    `write_T`: rows of a layer's flattened pages that they fill; None: no cache is touched. `positions_T` in their
+    sequences, where a draft asks.
+    """
 
     tokens_T: Tensor
     num_decodes: int
     decode: DecodeBatch | None
+    verify: VerifyBatch | None = None
     chunks: ChunkBatch | None
     pool: BlockPool | None
     write_T: Tensor | None
+    positions_T: Tensor | None = None
 
 
-def step_batch(memory: RequestMemory, decodes: Sequence[Request], chunks: Sequence[tuple[Request, int]]) -> StepBatch:
-    """One token of each of `decodes` and so many of each prompt. Inside the pool's `forward`.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Drafted:
+    """What a step verifies: drafted tokens of each decoding request, none for some, and where their inputs are kept."""
+
+    tokens: Sequence[Sequence[int]]
+    replay: ReplayBuffer
+
+
+def step_batch(
+    memory: RequestMemory,
+    decodes: Sequence[Request],
+    chunks: Sequence[tuple[Request, int]],
+    *,
+    drafted: Drafted | None = None,
+    positions: bool = False,
+) -> StepBatch:
+    """A token of each of `decodes`, what was `drafted` behind it, and so many of each prompt. Inside the pool's
+    `forward`.
 
     The tokens that decoding requests feed are 0 where a step in flight is still sampling them.
     """
     device = memory.pool.device
     requests = [*decodes, *(request for request, _ in chunks)]
-    counts = [1] * len(decodes) + [count for _, count in chunks]
+    fed = [[0 if r.in_flight else r.token_ids[-1]] for r in decodes]
+    if drafted is not None:
+        fed = [[*anchor, *behind] for anchor, behind in zip(fed, drafted.tokens, strict=True)]
+    counts = [len(tokens) for tokens in fed] + [count for _, count in chunks]
     owners_T = torch.arange(len(requests)).repeat_interleave(torch.tensor(counts))
     starts_B = torch.tensor([r.num_cached for r in requests])
     firsts_B = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
     positions_T = starts_B[owners_T] + torch.arange(len(owners_T)) - firsts_B[owners_T]
-    tokens = [0 if r.in_flight else r.token_ids[-1] for r in decodes]
+    tokens = [token for each in fed for token in each]
+    num_decodes = len(tokens)
     for request, count in chunks:
         tokens += request.feed[request.num_cached : request.num_cached + count]
     return StepBatch(
         tokens_T=put(tokens, device),
-        num_decodes=len(decodes),
-        decode=_decode_batch(memory, decodes) if decodes else None,
+        num_decodes=num_decodes,
+        decode=_decode_batch(memory, decodes) if decodes and drafted is None else None,
+        verify=_verify_batch(memory, decodes, counts[: len(decodes)], drafted.replay) if drafted else None,
         chunks=_chunk_batch(memory, chunks) if chunks else None,
         pool=memory.pool,
         write_T=put(memory.token_rows(requests, owners_T, positions_T), device),
+        positions_T=put(positions_T, device) if positions else None,
     )
 
 
@@ -143,6 +189,20 @@ def _decode_batch(memory: RequestMemory, requests: Sequence[Request]) -> DecodeB
         table_BP=put(table_BP, device),
         bias_B1S=bias_BS.unsqueeze(1),
     )
+
+
+def _verify_batch(
+    memory: RequestMemory, requests: Sequence[Request], lengths: Sequence[int], replay: ReplayBuffer
+) -> VerifyBatch:
+    device, contexts = memory.pool.device, [r.num_cached for r in requests]
+    steps = VerifySteps.of(lengths, memory.pool.windows.shape[2] + 1, device)
+    slots_B = memory.pool.slot_rows([r.slot for r in requests])
+    longest = max(context + length for context, length in zip(contexts, lengths, strict=True))
+    return VerifyBatch(
+        steps=steps, slots_B=put(slots_B, device), ordered_B=put(slots_B[list(steps.order)], device),
+        table_BP=put(memory.page_rows(requests, longest), device),
+        biases=verify_biases(contexts, steps, memory.page_size, device), replay=replay,
+    )  # fmt: skip
 
 
 def _chunk_batch(memory: RequestMemory, chunks: Sequence[tuple[Request, int]]) -> ChunkBatch:

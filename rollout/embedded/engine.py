@@ -23,9 +23,11 @@ from miles_k3.rollout.cache.unified import UnifiedPool
 from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.model import EngineModel
 from miles_k3.rollout.embedded.prefix import Prefixes
+from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.rollout.embedded.request import Request, Stage, judge_params, judge_tokens
 from miles_k3.rollout.embedded.runner import Runner
 from miles_k3.rollout.embedded.scheduler import Scheduler
+from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.rollout.embedded.text import Detokenizer, StopText
 from miles_k3.types import AdapterConfig, AdapterUpdate, Completion, FinishReason, SamplingParams
 
@@ -80,6 +82,7 @@ class EmbeddedEngine:
         track_interval: int = 1024,
         reserve_tokens: int | None = None,
         overlap: bool | None = None,
+        speculative: Speculative | None = None,
     ) -> None:
         """`num_pages` 0 holds `max_running` requests of `max_sequence_tokens`. `adapter_config`: refuse any other.
         `cache_slots`: state checkpoints that the prefix cache may hold beside those that find room among the requests';
@@ -87,7 +90,7 @@ class EmbeddedEngine:
         tokens that a request gets memory for at first; None for all it may have. `cache_pool`: one memory for states
         and pages, or one of each kind. `track_interval`: tokens between snapshots of long prompts and growing answers;
         0 takes none. `adapter_slots`: versions that can be live at once beside the base. `overlap`: plan and queue a
-        step while the one before runs; None does so on CUDA.
+        step while the one before runs; None does so on CUDA. `speculative`: draft tokens, and verify them.
 
         Raises EngineError when `config` or `dtype` are not the base's own.
         """
@@ -100,13 +103,19 @@ class EmbeddedEngine:
             config, max_rank=max_lora_rank, dtype=base.dtype, device=base.device, num_slots=adapter_slots
         )
         self._options = _Serving(
-            layout=Layout.for_model(config, page_size=page_size, dtype=base.dtype), num_slots=num_slots,
+            layout=Layout.for_model(
+                config, page_size=page_size, dtype=base.dtype,
+                draft_width=0 if speculative is None else speculative.config.context_width,
+            ), num_slots=num_slots,
             num_pages=num_pages or max_running * per_request, max_running=max_running, pages_per_request=per_request,
             cache_pool=cache_pool, prefix_cache=prefix_cache, min_tokens=cache_min_tokens,
             track_interval=track_interval, prefill_chunk_tokens=prefill_chunk_tokens, share_prompts=share_prompts,
             reserve_tokens=reserve_tokens, overlap=base.device.type == "cuda" if overlap is None else overlap,
         )  # fmt: skip
         self._model, self._device = EngineModel(base), base.device
+        self.speculator = None
+        if speculative is not None:
+            self.speculator = Speculator(speculative, self._model, self._options.layout, max_running)
         self._build()
         self._requests: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
         self._ids = itertools.count()
@@ -126,7 +135,11 @@ class EmbeddedEngine:
             self.memory, prefill_chunk_tokens=at.prefill_chunk_tokens, share_prompts=at.share_prompts,
             prefixes=self.prefixes, reserve_tokens=at.reserve_tokens,
         )  # fmt: skip
-        self.runner = Runner(self._model, self.store, self.memory, self.scheduler, overlap=at.overlap)
+        if self.speculator is not None:
+            self.scheduler.decode_tokens = self.speculator.at.longest
+        self.runner = Runner(
+            self._model, self.store, self.memory, self.scheduler, overlap=at.overlap, speculator=self.speculator
+        )
 
     @property
     def adapter_version(self) -> int:
@@ -309,10 +322,22 @@ class EmbeddedEngine:
         self.store.load(update)
         self._forget_dead()
 
+    def load_draft(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Draft with these weights for the requests of adapter `version` and of those after it.
+
+        Answers don't depend on it. Raises EngineError without speculation, AdapterError when a newer draft is there.
+        """
+        if self.speculator is None:
+            raise EngineError("load_draft on an engine that doesn't speculate; set rollout.speculative.mode")
+        self.speculator.drafts.load(version, weights)
+        self._forget_dead()
+
     def _forget_dead(self, *, all_of_them: bool = False) -> None:
-        """Nobody can ask for the prefixes of a version that has gone."""
+        """Nobody can ask for the prefixes, nor the draft, of a version that has gone."""
+        running = {request.version for request, _ in self._requests.values()}
+        if self.speculator is not None:
+            self.speculator.drafts.forget_all_but(running | {self.adapter_version})
         if self.prefixes is not None:
-            running = {request.version for request, _ in self._requests.values()}
             self.prefixes.forget_all_but(set() if all_of_them else running | {self.adapter_version})
 
     def sleep(self) -> None:
@@ -321,6 +346,8 @@ class EmbeddedEngine:
             raise EngineError(f"{len(self._requests)} requests run or wait; await or abort them before sleep")
         self._forget_dead(all_of_them=True)
         self.pool.sleep()
+        if self.speculator is not None:
+            self.speculator.sleep()
         self._asleep = True
 
     def wake(self) -> None:
@@ -328,6 +355,8 @@ class EmbeddedEngine:
         if self._closed:
             raise EngineError("the engine is closed; make a new one")
         self.pool.wake()
+        if self.speculator is not None:
+            self.speculator.wake()
         self._asleep = False
 
     def _refuse_unready(self, verb: str) -> None:
@@ -342,6 +371,8 @@ class EmbeddedEngine:
         self._closed = True
         self._forget_dead(all_of_them=True)
         self.pool.sleep()
+        if self.speculator is not None:
+            self.speculator.sleep()
 
     def stats(self) -> Mapping[str, float]:
         """Gauges of now, and counters and seconds since the start."""
@@ -356,6 +387,7 @@ class EmbeddedEngine:
             **self.runner.seconds,
             **self.runner.counters,
             **({} if self.prefixes is None else self.prefixes.stats()),
+            **({} if self.speculator is None else self.speculator.stats()),
         }
 
 

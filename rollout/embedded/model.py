@@ -80,6 +80,10 @@ class EngineModel:
         residual.add(out_TH)
         return experts_TK
 
+    def conv_weights(self) -> list[Tensor]:
+        """Of the KDA layers, [D, 1, W] each."""
+        return [w.kda.conv_D1W for w in self.weights.layers if w.kda is not None]
+
     def tap(self, layer: int, residual: ResidualBank) -> Tensor:
         """The mixture after `layer`, [T, H]: what the next layer's attention, or the output, reads before its norm."""
         last = layer + 1 == len(self.weights.layers)

@@ -135,6 +135,12 @@ class Prefixes:
             request.tracks.append(Track(position=request.num_cached, slot=slot))
             self.counters["tracked"] += 1
 
+    def to_next_track(self, request: Request) -> int:
+        """Tokens that the request may grow by at once: its state can be copied where it stands only."""
+        if not self.track_interval:
+            return request.total_tokens
+        return self.track_interval - request.num_cached % self.track_interval
+
     def end(self, request: Request, *, keep: bool) -> bool:
         """Leave what an ended request has computed to the cache, if it is sound; whether its slot is gone from it.
 

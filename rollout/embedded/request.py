@@ -53,6 +53,7 @@ class Request:
     pages: list[int] = field(default_factory=list)  # in order; the first may be others' as well
     num_cached: int = 0  # tokens whose KV and state are in the pools, or are being put there by a step in flight
     in_flight: int = 0  # tokens that steps in flight will sample
+    undrafted: bool = False  # whether its next token is decoded alone: a verify of it wasn't finite
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routed: list[Tensor] = field(default_factory=list)  # int16 [tokens, M, K] each
@@ -105,8 +106,24 @@ class Request:
         """Append a sampled token; why the request ends with it, if it does."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
+        self.tell(1)
+        return self._ends_with(token)
+
+    def accept_block(self, tokens: Sequence[int], logprobs: Sequence[float]) -> tuple[int, FinishReason | None]:
+        """Append tokens as far as the request goes on: how many, and why it ends there, if it does. Tells nobody."""
+        for count, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), start=1):
+            self.token_ids.append(token)
+            self.logprobs.append(logprob)
+            if reason := self._ends_with(token):
+                return count, reason
+        return len(tokens), None
+
+    def tell(self, count: int) -> None:
+        """Hand the last `count` tokens to whoever listens."""
         if self.on_tokens is not None:
-            self.on_tokens((token,), (logprob,))
+            self.on_tokens(tuple(self.token_ids[-count:]), tuple(self.logprobs[-count:]))
+
+    def _ends_with(self, token: int) -> FinishReason | None:
         if token in self.params.stop_token_ids:
             return FinishReason.STOP
         if self.stop_text is not None:

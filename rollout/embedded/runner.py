@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_k3.adapters.store import AdapterStore
@@ -20,9 +22,11 @@ from miles_k3.rollout.embedded.batch import StepBatch, step_batch, uncached_batc
 from miles_k3.rollout.embedded.lora import StepAdapters
 from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.model import EngineModel
+from miles_k3.rollout.embedded.proposal import Proposal, Settled, Taps
 from miles_k3.rollout.embedded.request import Request, Stage
 from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
 from miles_k3.rollout.embedded.scheduler import Scheduler, Step
+from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.types import FinishReason
 
 LOGIT_ELEMENTS = 1 << 25  # logits held at once while scoring
@@ -60,14 +64,23 @@ class Runner:
 
     With `overlap` a step is planned and queued while the one before still runs: decoding requests feed tokens that only
     the device knows, and one that ends is found out a step later, whose token is then discarded. What is sampled is the
-    same, since a draw depends on its request and position alone.
+    same, since a draw depends on its request and position alone. With a `speculator` steps that draft are settled
+    before the next is planned.
     """
 
     def __init__(
-        self, model: EngineModel, store: AdapterStore, memory: RequestMemory, scheduler: Scheduler, *, overlap: bool
+        self,
+        model: EngineModel,
+        store: AdapterStore,
+        memory: RequestMemory,
+        scheduler: Scheduler,
+        *,
+        overlap: bool,
+        speculator: Speculator | None = None,
     ) -> None:
         self.model, self.store, self.scheduler, self.memory = model, store, scheduler, memory
         self.pool, self.device, self.overlap = memory.pool, memory.pool.device, overlap
+        self.speculator = speculator
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.seconds: dict[str, float] = {"prefill_s": 0.0, "decode_s": 0.0}
         self._in_flight: InFlight | None = None
@@ -77,12 +90,16 @@ class Runner:
     def step(self) -> list[Request]:
         """Queue the next step and file the results of the one before (without overlap, its own); who ended."""
         start = time.perf_counter()
+        drafts = self.speculator is not None and self.speculator.wants(len(self.scheduler.decoding))
+        done = self.collect() if drafts else []
         step = self.scheduler.plan()
-        if not (step.has_work or self._in_flight):
+        if not (step.has_work or self._in_flight or done):
             raise EngineError(f"{len(self.scheduler.waiting)} requests wait and none can run: a bug in the scheduler")
-        queued = self._launch(step) if step.has_work else None
-        done = self.collect()
+        settled: list[Settled] = []
+        queued = self._launch(step, settled if drafts else None) if step.has_work else None
+        done += self.collect()
         self._in_flight = queued
+        done += self._file(settled)
         if not self.overlap:
             done += self.collect()
         phase = "prefill_s" if step.chunks else "decode_s"
@@ -92,18 +109,30 @@ class Runner:
         return done
 
     # --- queueing -----------------------------------------------------------------------------------------------
-    def _launch(self, step: Step) -> InFlight | None:
-        """Run the forward of a step and draw its tokens; None if no prompt ends in it and nobody decodes."""
+    def _launch(self, step: Step, settled: list[Settled] | None) -> InFlight | None:
+        """Run the forward of a step and draw its tokens; None if no prompt ends in it and nobody decodes.
+
+        `settled`, where drafting is wanted, gets what a verify commits: its requests draw nothing more.
+        """
+        limits = None
+        if settled is not None and self.speculator is not None:
+            limits = self.speculator.limits(self.scheduler, step.decodes)
         self.pool.flush()
         x_BH, members = [], []
         if step.decodes or step.chunks:
             with self.pool.forward():
-                batch = step_batch(self.memory, step.decodes, step.chunks)
+                proposal = None if limits is None else self._propose(step, limits)
+                drafted, taps = None if proposal is None else proposal.drafted, self.speculator is not None
+                batch = step_batch(self.memory, step.decodes, step.chunks, drafted=drafted, positions=taps)
                 self._feed_in_flight(batch, step.decodes)
-                x_DH, x_CH = self._forward(batch, step)
-            members += step.decodes
-            x_BH.append(x_DH)
-            ended, rows = self._advance(step, x_CH)
+                x_DH, x_CH = self._forward(batch, step, proposal)
+                if proposal is not None and settled is not None:
+                    settled += self._settle(batch, proposal, x_DH)
+            if proposal is None:
+                members += step.decodes
+                x_BH.append(x_DH)
+            moved = self._moved(step, None if proposal is None else settled)
+            ended, rows = self._advance(step, moved, x_CH)
             members += ended
             x_BH.append(x_CH.index_select(0, put(rows, self.device)) if rows else x_CH[:0])
         members += [request for request, _ in step.ready]
@@ -121,13 +150,18 @@ class Runner:
             drawn = self._in_flight.tokens_B.index_select(0, put(sources, self.device))
             batch.tokens_T.index_copy_(0, put(targets, self.device), drawn)
 
-    def _forward(self, batch: StepBatch, step: Step) -> tuple[Tensor, Tensor]:
-        """What the output head reads: of each decoding request, and of each chunk's last token."""
+    def _forward(self, batch: StepBatch, step: Step, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
+        """What the output head reads: of each decoding request's tokens, and of each chunk's last one."""
         requests = [*step.decodes, *(request for request, _ in step.chunks)]
-        counts = [1] * len(step.decodes) + [count for _, count in step.chunks]
-        adapters = StepAdapters.of(self.store, [r.version for r in requests], counts, self.device)
+        counts = [1] * len(step.decodes) if proposal is None else [1 + len(tokens) for tokens in proposal.tokens]
+        counts += [count for _, count in step.chunks]
+        versions = [r.version for r in requests]
+        adapters = StepAdapters.of(self.store, versions, counts, self.device)
         wanted = [any(m.params.return_routed_experts for m in (r, *r.followers)) for r in requests]
-        residual, routed = self.model.hidden(batch, adapters, capture=any(wanted))
+        taps = None if self.speculator is None else Taps(self.model, self.speculator.at.config.target_layer_ids)
+        residual, routed = self.model.hidden(batch, adapters, capture=any(wanted), after_layer=taps)
+        if self.speculator is not None and taps is not None:
+            self.speculator.write_context(batch, taps, versions, counts)
         if routed is not None:
             self._file_routes(requests, wanted, routed.split(counts))
         if batch.chunks is None:
@@ -137,14 +171,12 @@ class Runner:
             x_BH = self.model.final(residual, torch.cat([decoding_D, batch.chunks.last_B + batch.num_decodes]))
         return x_BH[: batch.num_decodes], x_BH[batch.num_decodes :]
 
-    def _advance(self, step: Step, x_CH: Tensor) -> tuple[list[Request], list[int]]:
-        """Count the step's tokens as cached and take the snapshots that are due: requests whose prompt is computed,
-        followers included, and the chunk that each one samples from."""
+    def _advance(self, step: Step, moved: Sequence[Request], x_CH: Tensor) -> tuple[list[Request], list[int]]:
+        """Count the chunks' tokens as cached and take the snapshots that are due, of `moved` too: requests whose prompt
+        is computed, followers included, and the chunk that each one samples from."""
         prefixes, ended, rows = self.scheduler.prefixes, [], []
-        for request in step.decodes:
-            request.num_cached += 1
         if prefixes is not None:
-            prefixes.track(step.decodes)
+            prefixes.track(moved)
         for row, (request, count) in enumerate(step.chunks):
             self.counters["prompt_tokens"] += count
             request.num_cached += count
@@ -186,6 +218,42 @@ class Runner:
             vocab = self.model.config.vocab_size
             self._sampling = members, SamplingBatch.of([r.params for r in requests], vocab, self.device)
         return self._sampling[1]
+
+    # --- speculation --------------------------------------------------------------------------------------------
+    def _propose(self, step: Step, limits: NDArray[np.int64]) -> Proposal | None:
+        assert self.speculator is not None
+        if not step.decodes:
+            return None
+        return self.speculator.propose(self.memory, step.decodes, limits, self._sampling_batch(step.decodes))
+
+    def _settle(self, batch: StepBatch, proposal: Proposal, x_TH: Tensor) -> list[Settled]:
+        assert self.speculator is not None
+        sampling = self._sampling_batch(proposal.requests)
+        return self.speculator.settle(self.memory, batch, proposal, self.model.head(x_TH), sampling)
+
+    def _moved(self, step: Step, settled: Sequence[Settled] | None) -> list[Request]:
+        """Decoding requests whose state has moved on; those of a verify are counted already."""
+        if settled is not None:
+            return [s.request for s in settled if s.count]
+        for request in step.decodes:
+            request.num_cached += 1
+        return list(step.decodes)
+
+    def _file(self, settled: Sequence[Settled]) -> list[Request]:
+        """Tell callers of what a verify committed; the requests that ended with it."""
+        done = []
+        for s in settled:
+            if s.request.stage is Stage.DONE:
+                self.counters["discarded_tokens"] += s.count
+                continue
+            self.counters["generated_tokens"] += s.count
+            if s.count:
+                s.request.tell(s.count)
+            if s.reason is not None and s.request.stage is not Stage.DONE:  # its `on_tokens` may have aborted it
+                error = _non_finite(s.request) if s.reason is FinishReason.ERROR else None
+                self.scheduler.finish(s.request, s.reason, error)
+                done.append(s.request)
+        return done
 
     # --- results ------------------------------------------------------------------------------------------------
     def collect(self) -> list[Request]:

@@ -8,7 +8,7 @@ Shapes: B requests, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,6 +70,13 @@ class SamplingBatch:
             any(p.temperature and (p.top_k or p.top_p < 1.0) for p in params),
             any(p.temperature == 0 for p in params),
         )
+
+    def rows(self, at: Tensor) -> SamplingBatch:
+        """Of the requests at these indices, which may come in any number and order."""
+        return replace(
+            self, temperature_B1=self.temperature_B1[at], top_k_B1=self.top_k_B1[at], top_p_B1=self.top_p_B1[at],
+            seeds_B=self.seeds_B[at], greedy_B=self.greedy_B[at],
+        )  # fmt: skip
 
 
 def processed_logprobs(logits_BV: Tensor, batch: SamplingBatch) -> Tensor:

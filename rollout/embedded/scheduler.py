@@ -61,6 +61,7 @@ class Scheduler:
     ) -> None:
         self.memory, self.prefixes = memory, prefixes
         self.prefill_chunk_tokens, self.share_prompts = prefill_chunk_tokens, share_prompts
+        self.decode_tokens = 1  # that a decoding request may feed in a step
         self.waiting: list[Request] = []  # by rank
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
@@ -104,7 +105,7 @@ class Scheduler:
         ready, self._ready = tuple(self._ready), []
         begun = {request for request, _ in ready}
         decodes = tuple(r for r in self.decoding if not r.is_full and r not in begun)
-        budget = max(self.prefill_chunk_tokens - len(decodes), self.memory.page_size)
+        budget = max(self.prefill_chunk_tokens - len(decodes) * self.decode_tokens, self.memory.page_size)
         return Step(decodes=decodes, chunks=tuple(self._chunks(budget)), ready=ready)
 
     def _admit(self, request: Request) -> bool:
@@ -209,6 +210,13 @@ class Scheduler:
             return False
         self.memory.grow(request, 1)
         return True
+
+    def room(self, request: Request, wanted: int) -> int:
+        """How many of the `wanted` tokens its pages take, which grow as far as nobody has to go for it."""
+        end = request.num_cached + wanted
+        while self.memory.capacity(request) < end and self._make_room(pages=1, slots=0):
+            self.memory.grow(request, 1)
+        return min(wanted, self.memory.capacity(request) - request.num_cached)
 
     def _outranked(self, waiting: Request) -> Request | None:
         """Who has to make room for a request of higher priority: the last in rank of those below it."""

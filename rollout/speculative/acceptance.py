@@ -14,7 +14,7 @@ Shapes: T rows of the verify, B requests, G drafted tokens of the batch (T - B),
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -56,9 +56,12 @@ def draft_uniforms(mode: AcceptMode, seeds_B: Tensor, positions_B: Tensor) -> Te
     Coupled: the policy's own, which is the point. Rejection: others, since a draft that knows what the judge will draw
     isn't an independent proposal.
     """
-    if mode is AcceptMode.COUPLED:
-        return uniforms(seeds_B, positions_B)
-    return uniforms(seeds_B ^ _DRAFT_STREAM, positions_B)
+    return uniforms(draft_seeds(mode, seeds_B), positions_B)
+
+
+def draft_seeds(mode: AcceptMode, seeds_B: Tensor) -> Tensor:
+    """The seeds of `draft_uniforms`: with them `sampler.sample` draws the draft's tokens."""
+    return seeds_B if mode is AcceptMode.COUPLED else seeds_B ^ _DRAFT_STREAM
 
 
 def judge(
@@ -79,7 +82,7 @@ def judge(
     draft that draws nothing. Raises EngineError where these don't fit one another.
     """
     _refuse_misfits(logits_TV, drafted_T, packed, sampling, mode, draft_probs_TV)
-    rows = _per_row(sampling, packed.rows_T)
+    rows = sampling.rows(packed.rows_T)
     positions_T = positions_B[packed.rows_T] + packed.cols_T
     is_last_T = packed.cols_T + 1 == packed.lengths_B[packed.rows_T]
     tokens_T, logprobs_T, finite_T = sample(logits_TV, rows, positions_T)
@@ -87,7 +90,7 @@ def judge(
         kept_T = (tokens_T == drafted_T) & finite_T & ~is_last_T
         accepted_B = _prefix(kept_T, packed)
         return _committed(accepted_B, packed, tokens_T, logprobs_T, finite_T)
-    p_TV = _policy(logits_TV, rows, finite_T)
+    p_TV = policy_probs(logits_TV, rows, finite_T)
     q_TV = _one_hot(drafted_T, is_last_T, p_TV) if draft_probs_TV is None else draft_probs_TV
     kept_T = _survives(p_TV, q_TV, drafted_T, rows, positions_T) & finite_T & ~is_last_T
     accepted_B = _prefix(kept_T, packed)
@@ -100,13 +103,6 @@ def judge(
     reported_T = processed_logprobs(logits_TV, rows).gather(1, tokens_T.unsqueeze(1)).squeeze(1)
     reported_T = torch.where(finite_T, reported_T, -torch.inf)
     return _committed(accepted_B, packed, tokens_T, reported_T, finite_T)
-
-
-def _per_row(sampling: SamplingBatch, rows_T: Tensor) -> SamplingBatch:
-    return replace(
-        sampling, temperature_B1=sampling.temperature_B1[rows_T], top_k_B1=sampling.top_k_B1[rows_T],
-        top_p_B1=sampling.top_p_B1[rows_T], seeds_B=sampling.seeds_B[rows_T], greedy_B=sampling.greedy_B[rows_T],
-    )  # fmt: skip
 
 
 def _prefix(kept_T: Tensor, packed: Packed) -> Tensor:
@@ -122,7 +118,7 @@ def _committed(accepted_B: Tensor, packed: Packed, tokens: Tensor, logprobs: Ten
 
 
 # --- rejection ------------------------------------------------------------------------------------------------------
-def _policy(logits_TV: Tensor, rows: SamplingBatch, finite_T: Tensor) -> Tensor:
+def policy_probs(logits_TV: Tensor, rows: SamplingBatch, finite_T: Tensor) -> Tensor:
     """What plain sampling draws from, greedy rows included; zeros in rows that aren't finite."""
     p_TV = processed_logprobs(logits_TV, rows).exp()
     if rows.greedy:

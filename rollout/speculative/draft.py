@@ -10,7 +10,7 @@ N heads, M key-value heads, D head width, L draft layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,19 @@ class DraftModel:
         pairs = [self._keys_values(layer, x_STH, positions_ST) for layer in range(self.config.num_hidden_layers)]
         return DraftContext(keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs))
 
+    def context_rows(self, taps_TW: Tensor, positions_T: Tensor) -> Tensor:
+        """The same of single tokens anywhere, as rows [T, context_width] that a cache keeps: see `context_of`."""
+        x_TH = self._norm(taps_TW.to(self.weights[FC].dtype) @ self.weights[FC].t(), HIDDEN_NORM)
+        pairs = [self._keys_values(layer, x_TH, positions_T) for layer in range(self.config.num_hidden_layers)]
+        return torch.stack([torch.stack(pair, dim=1) for pair in pairs], dim=1).flatten(1)
+
+    def context_of(self, rows_STC: Tensor) -> DraftContext:
+        """Rows of `context_rows`, put side by side as sequences."""
+        c = self.config
+        shape = (c.num_hidden_layers, 2, c.num_key_value_heads, c.head_dim)
+        layers = rows_STC.unflatten(-1, shape).unbind(2)
+        return DraftContext(keys=tuple(l[:, :, 0] for l in layers), values=tuple(l[:, :, 1] for l in layers))
+
     def _keys_values(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         p, heads = draft_layer(layer) + "self_attn.", (-1, self.config.head_dim)
         k = self._norm((x @ self.weights[p + "k_proj.weight"].t()).unflatten(-1, heads), p + "k_norm.weight")
@@ -116,8 +129,21 @@ class DraftModel:
     # --- heads --------------------------------------------------------------------------------------------------
     def logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """fp32 [..., V] for rows [..., H] that follow the tokens `previous` [...]: output head plus Markov head."""
-        bias = self.weights[MARKOV_W1][previous].float() @ self.weights[MARKOV_W2].float().t()
-        return hidden.float() @ self.head_VH.float().t() + bias
+        return self.head(hidden) + self.bias(previous)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The target's output head on rows [..., H]: fp32 [..., V]."""
+        if hidden.is_cuda and hidden.dtype != torch.float32 and not hidden.requires_grad:
+            rows = torch.mm(hidden.flatten(0, -2), self.head_VH.t(), out_dtype=torch.float32)
+            return rows.view(*hidden.shape[:-1], -1)
+        return hidden.float() @ self.head_VH.float().t()
+
+    def bias(self, previous: Tensor) -> Tensor:
+        """The Markov head: what the tokens `previous` [...] add to the logits of those behind them, fp32 [..., V]."""
+        low, high = self.weights[MARKOV_W1][previous], self.weights[MARKOV_W2]
+        if low.is_cuda and low.dtype != torch.float32 and not high.requires_grad:
+            return torch.mm(low.view(-1, low.shape[-1]), high.t(), out_dtype=torch.float32).view(*low.shape[:-1], -1)
+        return low.float() @ high.float().t()
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """fp32 [...]: log-odds that the token drafted after `previous` is accepted."""
@@ -127,16 +153,21 @@ class DraftModel:
 
     @torch.no_grad()
     def draft(
-        self, anchor_tokens_S: Tensor, anchors_S: Tensor, context: DraftContext, uniforms_SG: Tensor | None = None
+        self,
+        anchor_tokens_S: Tensor,
+        anchors_S: Tensor,
+        context: DraftContext,
+        choose: Callable[[Tensor, int], Tensor] | None = None,
     ) -> DraftedBlocks:
-        """One block for each sequence: greedy, or drawn from the softmax of the logits by `uniforms_SG` in [0, 1)."""
+        """One block for each sequence. `choose(logits [S, V], k)` gives token k of each; None takes the likeliest."""
         hidden_SGH = self.hidden(anchor_tokens_S.unsqueeze(1), anchors_S.unsqueeze(1), context).squeeze(1)
+        plain_SGV = self.head(hidden_SGH)
         previous_S, tokens, logits, confidences = anchor_tokens_S, [], [], []
         for k in range(self.config.block_size):
-            logits_SV = self.logits(hidden_SGH[:, k], previous_S)
+            logits_SV = plain_SGV[:, k] + self.bias(previous_S)
             if self.config.use_confidence_head:
                 confidences.append(self.confidence_logits(hidden_SGH[:, k], previous_S).sigmoid())
-            previous_S = logits_SV.argmax(-1) if uniforms_SG is None else _drawn(logits_SV, uniforms_SG[:, k])
+            previous_S = logits_SV.argmax(-1) if choose is None else choose(logits_SV, k)
             tokens.append(previous_S)
             logits.append(logits_SV)
         return DraftedBlocks(
@@ -148,7 +179,7 @@ class DraftModel:
         return rms_norm(x, self.weights[name], self.config.rms_norm_eps)
 
 
-def _drawn(logits_SV: Tensor, uniforms_S: Tensor) -> Tensor:
+def drawn(logits_SV: Tensor, uniforms_S: Tensor) -> Tensor:
     """The token at which the cumulative probability passes the uniform."""
     cdf_SV = logits_SV.softmax(-1).cumsum(-1)
     return (cdf_SV <= uniforms_S.unsqueeze(1) * cdf_SV[:, -1:]).sum(-1).clamp(max=logits_SV.shape[1] - 1)

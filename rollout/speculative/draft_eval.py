@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
-from miles_k3.rollout.speculative.draft import DraftModel
+from miles_k3.rollout.speculative.draft import DraftModel, drawn
 from miles_k3.rollout.speculative.taps import TargetStates, target_states
 
 
@@ -99,8 +99,9 @@ def _draft(
         taps[n, :anchor] = state.taps_TW[:anchor].float()
     shape = (len(answers), model.config.block_size)
     uniforms = None if rng is None else torch.rand(shape, generator=rng).to(taps.device)
+    choose = None if uniforms is None else lambda logits, k: drawn(logits, uniforms[:, k])
     tokens = torch.tensor([a.tokens[-1] for a in answers], device=taps.device)
-    block = model.draft(tokens, torch.tensor(anchors, device=taps.device), model.context(taps), uniforms)
+    block = model.draft(tokens, torch.tensor(anchors, device=taps.device), model.context(taps), choose)
     return block.tokens_SG, block.logits_SGV
 
 

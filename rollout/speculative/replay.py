@@ -60,6 +60,10 @@ class ReplayBuffer:
             buffer[: len(x), layer] = x
 
     @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    @property
     def _parts(self) -> tuple[Tensor, ...]:
         return self.raw_TLD, self.k_TLNK, self.v_TLNV, self.g_TLNK, self.beta_TLN
 

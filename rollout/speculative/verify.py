@@ -77,14 +77,23 @@ def _past_rows(packed: Packed, taps: int, back: int) -> Tensor:
 
 
 def kda_verify(
-    q_TNK: Tensor, k_TNK: Tensor, v_TNV: Tensor, g_TNK: Tensor, beta_TN: Tensor, state_BNKV: Tensor, steps: VerifySteps
+    q_TNK: Tensor,
+    k_TNK: Tensor,
+    v_TNV: Tensor,
+    g_TNK: Tensor,
+    beta_TN: Tensor,
+    state_BNKV: Tensor,
+    steps: VerifySteps,
+    rows_B: Tensor | None = None,
 ) -> Tensor:
     """`kda_step_` at every position, from fp32 checkpoints that stay as they are: fp32 [T, N, V].
+
+    `rows_B`: where the checkpoints are among more of them, in the order of `steps.order`; None: row b is request b's.
 
     On a CPU a request's rows don't depend on what shares its batch. A kernel that keeps the state in registers must
     keep the order: decay, k^T S summed over K in one order for any batch, delta, rank-one update, read.
     """
-    state = state_BNKV.index_select(0, steps.order_B)
+    state = state_BNKV.index_select(0, steps.order_B if rows_B is None else rows_B)
     out_TNV = torch.empty(v_TNV.shape, dtype=torch.float32, device=v_TNV.device)
     for rows in steps.rows:
         q, k, v, g, beta = (x.index_select(0, rows) for x in (q_TNK, k_TNK, v_TNV, g_TNK, beta_TN))

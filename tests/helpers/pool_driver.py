@@ -19,7 +19,15 @@ from miles_k3.rollout.cache.unified import UnifiedPool
 
 CPU = torch.device("cpu")
 LAYOUT = Layout(
-    kda_layers=2, heads=2, head_dim=3, conv_width=4, mla_layers=2, page_size=4, width=3, dtype=torch.float32
+    kda_layers=2,
+    heads=2,
+    head_dim=3,
+    conv_width=4,
+    mla_layers=2,
+    page_size=4,
+    width=3,
+    dtype=torch.float32,
+    draft_width=2,
 )
 Block = tuple[Kind, int]
 
@@ -32,7 +40,9 @@ def make_pool(kind: str, num_bytes: int, layout: Layout = LAYOUT) -> BlockPool:
 
 def parts(pool: BlockPool, kind: Kind) -> list[Tensor]:
     """What a block of the kind holds, [layers, rows, ...]."""
-    return [pool.states, pool.windows] if kind is Kind.SLOT else [pool.kv]
+    if kind is Kind.SLOT:
+        return [pool.states, pool.windows]
+    return [pool.kv, pool.draft] if pool.draft.shape[-1] else [pool.kv]
 
 
 def poison(pool: BlockPool) -> None:

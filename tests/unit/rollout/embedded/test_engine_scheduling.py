@@ -125,9 +125,9 @@ def test_a_step_is_queued_while_the_last_one_runs() -> None:
     engine = make_engine(overlap=True, top_k=ALL)
     depth, launch, collect = [], engine.runner._launch, engine.runner.collect
 
-    def watched_launch(step: Step) -> Any:
+    def watched_launch(step: Step, *settled: Any) -> Any:
         depth.append(engine.runner._in_flight is not None)
-        return launch(step)
+        return launch(step, *settled)
 
     engine.runner._launch = watched_launch  # type: ignore[method-assign]
     assert collect() == []

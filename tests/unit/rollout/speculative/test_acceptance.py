@@ -151,7 +151,7 @@ def test_planted_mistakes_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         judged = acceptance._survives
         monkeypatch.setattr(acceptance, "_survives", lambda p, q, *rest: judged(p, torch.ones_like(q), *rest))
     else:
-        monkeypatch.setattr(acceptance, "_policy", lambda logits, rows, finite: logits.softmax(-1))
+        monkeypatch.setattr(acceptance, "policy_probs", lambda logits, rows, finite: logits.softmax(-1))
     chains = Chains.draw(5, params)
     counts = joint_counts(chains, AcceptMode.REJECTION, COUNT, drawn=True)
     assert chi_square(counts, chains.joint()) > 6

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from miles_k3.errors import CheckpointError
 from miles_k3.k3.draft_config import DraftConfig, Yarn
-from miles_k3.rollout.speculative.draft import DraftModel
+from miles_k3.rollout.speculative.draft import DraftModel, drawn
 from miles_k3.rollout.speculative.draft_io import read_draft, write_draft
 from miles_k3.rollout.speculative.rotary import Rotary
 
@@ -138,7 +138,10 @@ def test_sampled_drafts_follow_their_own_distribution() -> None:
     count = 4000
     taps = torch.randn(1, 8, model.config.tap_width, generator=torch.Generator().manual_seed(1)).expand(count, -1, -1)
     uniforms = torch.rand(count, model.config.block_size, generator=torch.Generator().manual_seed(2))
-    block = model.draft(torch.full((count,), 9), torch.full((count,), 8), model.context(taps), uniforms)
+    block = model.draft(
+        torch.full((count,), 9), torch.full((count,), 8), model.context(taps),
+        lambda logits, k: drawn(logits, uniforms[:, k]),
+    )  # fmt: skip
     p = block.logits_SGV[0, 0].softmax(-1)
     seen = torch.bincount(block.tokens_SG[:, 0], minlength=len(p)) / count
     assert 0.5 * (seen - p).abs().sum() < 0.5 * (2 / torch.pi * p * (1 - p) / count).sqrt().sum() * 1.5

@@ -24,7 +24,7 @@ class Scripted(DraftModel):
     tokens_of: Callable[[int, int], list[int]]
 
     def draft(self, anchor_tokens_S: Tensor, anchors_S: Tensor, context: DraftContext,
-              uniforms_SG: Tensor | None = None) -> DraftedBlocks:  # fmt: skip
+              choose: Callable[[Tensor, int], Tensor] | None = None) -> DraftedBlocks:  # fmt: skip
         rows = [self.tokens_of(*at) for at in zip(anchor_tokens_S.tolist(), anchors_S.tolist(), strict=True)]
         tokens = torch.tensor(rows)
         logits = torch.nn.functional.one_hot(tokens, self.config.vocab_size).float() * 1e4

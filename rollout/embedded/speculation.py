@@ -1,0 +1,235 @@
+"""Speculation in the engine: what is drafted for the decoding requests, how much of it is verified, what is kept.
+
+A step with a verify is settled before the next is planned, since nobody knows before how far its requests come. What it
+commits is judged on the host's side of the step: stop tokens, stop strings and limits cut inside a block, and only what
+is left of it moves states, windows and pages on. The draft's keys and values lie in the pages of the tokens that they
+are about, so that sharing, restoring, moving and evicting pages takes them along.
+
+Shapes: R requests, G tokens of a block, T tokens of a step, V vocabulary, C numbers of a draft's keys and values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from miles_k3.k3.ops.packed import Packed
+from miles_k3.rollout.cache.device import put
+from miles_k3.rollout.cache.layout import Layout
+from miles_k3.rollout.embedded.batch import Drafted, StepBatch
+from miles_k3.rollout.embedded.memory import RequestMemory
+from miles_k3.rollout.embedded.model import EngineModel
+from miles_k3.rollout.embedded.proposal import Judged, Proposal, Settled, Speculative, Taps, capped
+from miles_k3.rollout.embedded.request import Request
+from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
+from miles_k3.rollout.embedded.scheduler import Scheduler
+from miles_k3.rollout.speculative.acceptance import AcceptMode, draft_seeds, judge, policy_probs
+from miles_k3.rollout.speculative.audit import CommitAudit
+from miles_k3.rollout.speculative.draft import DraftModel
+from miles_k3.rollout.speculative.draft_versions import DraftVersions
+from miles_k3.rollout.speculative.planner.calibration import Calibration
+from miles_k3.rollout.speculative.planner.choice import Planner
+from miles_k3.rollout.speculative.replay import ReplayBuffer
+from miles_k3.types import FinishReason
+
+COUNTERS = (
+    "verify_steps",
+    "drafted_tokens",  # and verified
+    "accepted_tokens",  # of those, as far as their answers went
+)
+
+
+class Speculator:
+    """Owns the drafts, the planner, the replay buffer and the counters; requests and memory are the engine's."""
+
+    def __init__(self, at: Speculative, model: EngineModel, layout: Layout, max_running: int) -> None:
+        target = model.weights
+        self.at, self._model, self._layout = at, model, layout
+        self._positions, self._device = at.positions(max_running), target.embed.device
+        self.drafts = DraftVersions(at.config, at.weights, target.embed, target.head, target.embed.dtype)
+        self.planner = Planner(at.mode, at.accept, Calibration(block_size=at.config.block_size), at.profile)
+        self.counters: Counter[str] = Counter(
+            dict.fromkeys((*COUNTERS, *(f"verifies_accepting_{n}" for n in range(at.longest))), 0)
+        )
+        self.replay: ReplayBuffer | None = None
+        self.audit: CommitAudit | None = None  # set one to have every commit checked
+        self.wake()
+
+    # --- memory -------------------------------------------------------------------------------------------------
+    def sleep(self) -> None:
+        """Give the replay buffer's memory back."""
+        self.replay = None
+
+    def wake(self) -> None:
+        """Take it again."""
+        if self.replay is None:
+            self.replay = ReplayBuffer.for_layout(self._layout, self._positions, self._device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the replay buffer."""
+        return 0 if self.replay is None else self.replay.num_bytes
+
+    def stats(self) -> Mapping[str, int]:
+        """Counts since the start: drafted tokens that were verified, those of them that were accepted, and how many
+        verifies of a request accepted so many; and what is held now."""
+        return {**self.counters, "replay_bytes": self.num_bytes, "drafts": len(self.drafts)}
+
+    # --- before the forward -------------------------------------------------------------------------------------
+    def wants(self, num_requests: int) -> bool:
+        """Whether drafting pays at this load, by what is known beforehand."""
+        return num_requests > 0 and self.planner.should_draft(num_requests)
+
+    def limits(self, scheduler: Scheduler, requests: Sequence[Request]) -> NDArray[np.int64]:
+        """How many tokens may be drafted behind each request's own next one: as many as it may still have, as its
+        pages hold, and as lead to the next snapshot of its state, which can be copied where it stands only."""
+        prefixes, most = scheduler.prefixes, []
+        for request in requests:
+            positions = min(self.at.longest, request.params.max_new_tokens - len(request.token_ids))
+            if prefixes is not None:
+                positions = min(positions, prefixes.to_next_track(request))
+            most.append(0 if request.undrafted else scheduler.room(request, positions) - 1)
+            request.undrafted = False
+        return capped(np.array(most, dtype=np.int64), self._positions - len(requests))
+
+    def propose(
+        self, memory: RequestMemory, requests: Sequence[Request], limits_R: NDArray[np.int64], sampling: SamplingBatch
+    ) -> Proposal | None:
+        """Draft, and choose what is verified; None where nothing is. Inside the pool's `forward`."""
+        members = [i for i, most in enumerate(limits_R.tolist()) if most]
+        if not members:
+            return None
+        size, rejects = self.at.config.block_size, self.at.accept is AcceptMode.REJECTION
+        tokens_RG = np.zeros((len(requests), size), dtype=np.int64)
+        confidence_RG = np.zeros((len(requests), size))
+        vocab = self.at.config.vocab_size
+        probs_RGV = torch.zeros(len(requests), size, vocab, device=self._device) if rejects else None
+        for model, group in self.drafts.groups([requests[i].version for i in members]):
+            chosen = [members[i] for i in group]
+            at_S = put(chosen, self._device)
+            drafted = self._draft(model, memory, [requests[i] for i in chosen], sampling.rows(at_S), probs_RGV, at_S)
+            tokens_RG[chosen], confidence_RG[chosen] = drafted
+        verified_R = self.planner.plan(confidence_RG, limits_R)
+        if not verified_R.any():
+            return None
+        tokens = tuple(tuple(row[:n].tolist()) for row, n in zip(tokens_RG, verified_R.tolist(), strict=True))
+        assert self.replay is not None  # awake
+        if self.audit is not None:
+            self.audit.before(memory.pool, _rows(memory, requests))
+        return Proposal(
+            requests=tuple(requests), tokens=tokens, confidence_RG=confidence_RG, probs_RGV=probs_RGV,
+            drafted=Drafted(tokens=tokens, replay=self.replay),
+        )  # fmt: skip
+
+    def _draft(
+        self, model: DraftModel, memory: RequestMemory, requests: Sequence[Request], sampling: SamplingBatch,
+        probs_RGV: Tensor | None, at_S: Tensor,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
+        """Tokens [S, G] and confidences of one block each, on the host."""
+        anchors = [r.num_cached for r in requests]
+        table_SP = put(memory.page_rows(requests, max(anchors)), self._device)
+        rows_SPZC = memory.pool.draft[0].index_select(0, table_SP.flatten())
+        context = model.context_of(rows_SPZC.view(len(requests), -1, rows_SPZC.shape[-1]))
+        positions_S = put([r.position for r in requests], self._device)
+        drawing = replace(sampling, seeds_B=draft_seeds(self.at.accept, sampling.seeds_B))
+        block = model.draft(
+            put([r.token_ids[-1] for r in requests], self._device), put(anchors, self._device), context,
+            choose=lambda logits_SV, k: sample(logits_SV, drawing, positions_S + k)[0],
+        )  # fmt: skip
+        if probs_RGV is not None:
+            for k in range(block.tokens_SG.shape[1]):
+                finite_S = torch.isfinite(block.logits_SGV[:, k].sum(-1))
+                probs_RGV[at_S, k] = policy_probs(block.logits_SGV[:, k], drawing, finite_S)
+        sure = block.confidence_SG
+        sure_SG = torch.ones(block.tokens_SG.shape) if sure is None else sure.nan_to_num(0.0).clamp(0.0, 1.0).cpu()
+        return block.tokens_SG.cpu().numpy(), sure_SG.double().numpy()
+
+    # --- behind the forward -------------------------------------------------------------------------------------
+    def write_context(self, batch: StepBatch, taps: Taps, versions: Sequence[int], counts: Sequence[int]) -> None:
+        """The draft's keys and values of all tokens of a step; `versions[i]` made the next `counts[i]` of them."""
+        assert batch.pool is not None
+        assert batch.write_T is not None
+        assert batch.positions_T is not None
+        rows_RC, taps_TW = batch.pool.draft[0].flatten(0, 1), taps.taps_TW()
+        groups = self.drafts.groups(versions)
+        owners_T = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        for model, group in groups:
+            taken = slice(None)
+            if len(groups) > 1:
+                taken = put(torch.isin(owners_T, torch.tensor(group)).nonzero().squeeze(1), self._device)
+            numbers_TC = model.context_rows(taps_TW[taken], batch.positions_T[taken])
+            rows_RC.index_copy_(0, batch.write_T[taken], numbers_TC.to(rows_RC.dtype))
+
+    def settle(
+        self, memory: RequestMemory, batch: StepBatch, proposal: Proposal, logits_TV: Tensor, sampling: SamplingBatch
+    ) -> list[Settled]:
+        """Judge, append what is committed to the requests, and move their caches on by it. Inside `forward`."""
+        assert batch.verify is not None
+        steps, requests = batch.verify.steps, proposal.requests
+        found = self._judge(proposal, logits_TV, steps.packed, sampling)
+        settled, kept, accepted_R = [], [], np.zeros(len(requests), dtype=np.int64)
+        sound_R = np.ones(len(requests), dtype=bool)
+        for b, (request, first) in enumerate(zip(requests, steps.packed.cu_seqlens.tolist(), strict=False)):
+            tokens, logprobs, is_finite = found.of_request(b, first)
+            accepted_R[b], sound_R[b] = len(tokens) - 1, is_finite
+            count, reason = 0, None
+            if is_finite:
+                count, reason = request.accept_block(tokens, logprobs)
+                self._count(min(len(tokens) - 1, count), len(proposal.tokens[b]))
+            elif proposal.tokens[b]:
+                request.undrafted = True  # a drafted token may have brought it: plain decoding will say
+            else:
+                reason = FinishReason.ERROR
+            settled.append(Settled(request=request, count=count, reason=reason))
+            kept.append(count)
+        self._commit(memory, batch, requests, kept)
+        self.planner.calibration.observe(
+            proposal.confidence_RG[sound_R], proposal.lengths[sound_R], accepted_R[sound_R]
+        )  # fmt: skip
+        self.counters["verify_steps"] += 1
+        return settled
+
+    def _judge(self, proposal: Proposal, logits_TV: Tensor, packed: Packed, sampling: SamplingBatch) -> Judged:
+        drafted_T = put([t for block in proposal.tokens for t in (*block, 0)], self._device)
+        positions_B = put([r.position for r in proposal.requests], self._device)
+        probs_TV = None
+        if proposal.probs_RGV is not None:
+            columns_T = packed.cols_T.clamp(max=self.at.config.block_size - 1)
+            probs_TV = proposal.probs_RGV[packed.rows_T, columns_T]
+        return Judged.of(
+            judge(logits_TV, drafted_T, packed, sampling, positions_B, mode=self.at.accept, draft_probs_TV=probs_TV)
+        )
+
+    def _count(self, accepted: int, drafted: int) -> None:
+        self.counters["drafted_tokens"] += drafted
+        self.counters["accepted_tokens"] += accepted
+        if drafted:
+            self.counters[f"verifies_accepting_{accepted}"] += 1
+
+    def _commit(self, memory: RequestMemory, batch: StepBatch, requests: Sequence[Request], kept: list[int]) -> None:
+        """Fold what is kept into the states and windows; leave no trace of the rest in the pages."""
+        assert batch.verify is not None
+        assert batch.write_T is not None
+        pool, steps = memory.pool, batch.verify.steps
+        rows, replay = _rows(memory, requests), batch.verify.replay
+        replay.fold_(pool.states, pool.windows, rows, kept, steps)
+        if self.audit is not None:
+            self.audit.after(pool, rows, kept, steps, replay)
+        gone_T = steps.packed.cols_T >= put(kept, self._device)[steps.packed.rows_T]
+        gone = batch.write_T[: len(gone_T)][gone_T]
+        for part in (pool.kv, pool.draft):
+            part.flatten(1, 2).index_fill_(1, gone, 0.0)
+        for request, count, length in zip(requests, kept, steps.lengths, strict=True):
+            request.num_cached += count
+            if request.params.return_routed_experts and count < length:
+                request.routed[-1] = request.routed[-1][:count]
+
+
+def _rows(memory: RequestMemory, requests: Sequence[Request]) -> list[int]:
+    return memory.pool.slot_rows([r.slot for r in requests]).tolist()

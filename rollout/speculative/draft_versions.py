@@ -1,0 +1,67 @@
+"""The drafts that an engine holds: a draft belongs to the adapter version that it came with, and serves it to its end.
+
+Shapes: T tokens, W tap width, C numbers of a draft's keys and values, a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from miles_k3.errors import AdapterError
+from miles_k3.k3.draft_config import DraftConfig
+from miles_k3.rollout.speculative.draft import DraftModel
+
+FIRST_VERSION = -1  # that of the base, before any adapter
+
+
+class DraftVersions:
+    """Ascending by the first adapter version that each one drafts for; the newest serves all later ones."""
+
+    def __init__(
+        self, config: DraftConfig, weights: Mapping[str, Tensor], embed_VH: Tensor, head_VH: Tensor, dtype: torch.dtype
+    ) -> None:
+        self.config, self._target, self._dtype = config, (embed_VH, head_VH), dtype
+        self._models: list[tuple[int, DraftModel]] = []
+        self.load(FIRST_VERSION, weights)
+
+    @property
+    def newest(self) -> int:
+        """The first adapter version of the newest draft."""
+        return self._models[-1][0]
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Take a copy of `weights` for adapter `version` and those after it. Raises AdapterError when it comes late,
+        CheckpointError when the weights are another draft's."""
+        if self._models and version < self.newest:
+            raise AdapterError(f"a draft for adapter v{version} came after the one for v{self.newest}")
+        own = {
+            name: w.detach().to(device=self._target[0].device, dtype=self._dtype, copy=True)
+            for name, w in weights.items()
+        }
+        model = DraftModel(self.config, own, *self._target)
+        if self._models and version == self.newest:
+            self._models.pop()
+        self._models.append((version, model))
+
+    def of(self, version: int) -> DraftModel:
+        """The draft of an adapter version."""
+        return next((m for first, m in reversed(self._models) if first <= version), self._models[0][1])
+
+    def forget_all_but(self, live: Iterable[int]) -> None:
+        """Drop drafts that none of the live versions uses; the newest one stays."""
+        used = {id(self.of(version)) for version in live} | {id(self._models[-1][1])}
+        self._models = [(first, m) for first, m in self._models if id(m) in used]
+
+    def groups(self, versions: Sequence[int]) -> list[tuple[DraftModel, list[int]]]:
+        """Drafts, and the indices of the versions that are theirs."""
+        found: dict[int, tuple[DraftModel, list[int]]] = {}
+        for i, version in enumerate(versions):
+            model = self.of(version)
+            found.setdefault(id(model), (model, []))[1].append(i)
+        return list(found.values())
