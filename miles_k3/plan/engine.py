@@ -10,6 +10,7 @@ from miles_k3.plan.weights import AdapterNumbers, Share, adapter_numbers, base_b
 
 FP32, BF16 = 4, 2
 ADAPTER_SLOTS = 2
+PADDING_BLOCKS = 1  # of each kind in the embedded engine's pool
 SGLANG_SLOTS_PER_REQUEST = 5  # KDA slots that SGLang's LoRA recipe draws for each running request (spec 6.6)
 SGLANG_GRAPH_BYTES = 4_000_000_000  # assumed: captured graphs, Marlin's and attention's work space
 SGLANG_HOST_BYTES = 17 << 30  # of one scheduler process, as published after host copies were given back
@@ -37,9 +38,11 @@ def engine_bytes(recipe: Recipe, c: K3Config, itemsize: int) -> EngineBytes:
         slots = requests
         if rollout.prefix_cache != "off":
             slots += rollout.cache_slots or -(-requests // 4)
+        padded = tokens + PADDING_BLOCKS * rollout.page_size
         return EngineBytes(
-            base=0, slots=ADAPTER_SLOTS * whole.total * itemsize, kv=tokens * kv_bytes_per_token(c, itemsize),
-            states=slots * state_bytes(c, itemsize), graphs=0, work=_embedded_work(recipe, c, itemsize),
+            base=0, slots=ADAPTER_SLOTS * whole.total * itemsize, kv=padded * kv_bytes_per_token(c, itemsize),
+            states=(slots + PADDING_BLOCKS) * state_bytes(c, itemsize), graphs=0,
+            work=_embedded_work(recipe, c, itemsize),
         )  # fmt: skip
     tp = rollout.engine_tp
     return EngineBytes(

@@ -67,6 +67,25 @@ def test_every_phase_takes_what_is_planned(overrides: tuple[str, ...], tmp_path:
     assert facts.checkpoint == pytest.approx(saved.peak, rel=TENTH)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("rollout.max_running=1",),
+        ("rollout.max_running=4", "rollout.page_size=64", "rollout.cache_pool=split"),
+        ("rollout.num_pages=50", "rollout.cache_slots=9", "model.dtype=bfloat16"),
+        ("rollout.prefix_cache=off", "rollout.max_running=2"),
+    ],
+)
+def test_the_pool_of_the_engine_whatever_its_size(overrides: tuple[str, ...]) -> None:
+    recipe = load_recipe("tiny-cpu", list(overrides)).recipe
+    config = read_config(recipe)
+    planned = rank_facts(recipe, config, 1, 0, cuda=False, fla=False).engine
+    base = load_base(recipe.model.path, config, dtype=DTYPES[recipe.model.dtype])
+    engine = make_engine(recipe, Model(config=config, base=base, tokenizer=None))
+    assert planned.kv + planned.states == pytest.approx(engine.pool.num_bytes, rel=0.01)
+    engine.close()
+
+
 def test_a_full_prompt_step_of_the_engine() -> None:
     """Looser than the trainer's: one formula stands for all sublayers of a forward pass."""
     recipe = load_recipe("tiny-cpu").recipe
