@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 LOCAL = "local"
 OBJECT_STORE_BYTES = 256 << 20  # of a cluster started here: answers pass through it, adapters and weights do not
+STARTS = 3  # of a cluster here, at most
+TOO_SLOW = "timed out during startup"  # Ray's words
 REACH_S = 10.0  # to the head node
 PLACING_S = 60.0  # for a group of which the nodes are known to have room
 NOT_PROXIED = ("localhost", "127.0.0.1", "::1")
@@ -64,18 +66,27 @@ def joined(recipe: Recipe) -> Iterator[None]:
         "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False,
     }  # fmt: skip
     _refuse_silent(address)
-    try:
-        ray.init(
-            address=address, log_to_driver=True, logging_level=logging.WARNING, namespace="miles-k3",
-            **(local if address == LOCAL else {}),
-        )  # fmt: skip
-    except Exception as error:  # Ray raises a bare Exception when a node doesn't start in time
-        raise _unreachable(address, error) from error
+    _enter(address, local if address == LOCAL else {})
     try:
         spare_proxies([node["NodeManagerAddress"] for node in ray.nodes()])
         yield
     finally:
         ray.shutdown()
+
+
+def _enter(address: str, options: Mapping[str, Any]) -> None:
+    """Join Ray, or start it, again where it was too slow: Ray's limit for that is fixed, and busy machines pass it."""
+    for attempt in range(1, STARTS + 1):
+        try:
+            ray.init(
+                address=address, log_to_driver=True, logging_level=logging.WARNING, namespace="miles-k3", **options
+            )
+            return
+        except Exception as error:  # Ray raises a bare Exception when a node doesn't start in time
+            if address != LOCAL or TOO_SLOW not in str(error) or attempt == STARTS:
+                raise _unreachable(address, error) from error
+            log.warning("Ray did not start in the 30 s that it gives itself; once more (%d of %d)", attempt + 1, STARTS)
+            ray.shutdown()
 
 
 def _refuse_silent(address: str) -> None:
@@ -94,6 +105,11 @@ def _refuse_silent(address: str) -> None:
 
 
 def _unreachable(address: str, error: Exception) -> LaunchError:
+    if address == LOCAL:
+        return LaunchError(
+            f"Ray could not be started here ({_first_line(error)}); try again when the machine is less busy, or start "
+            "it with `ray start --head` and set cluster.ray_address: auto"
+        )
     return LaunchError(
         f"cluster.ray_address {address}: no Ray cluster can be reached there ({_first_line(error)}); start one with "
         "`ray start --head`, or set cluster.ray_address: local"

@@ -31,6 +31,8 @@ LOOK_S = 0.5  # between two looks at the signals
 WORDS_S = 10.0  # after a rank's failure, for the one that failed first to say so
 # All devices of the host stay visible, so that ranks and engines call each by the same number.
 OWN_DEVICES = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+# Of a cluster that is started here. Ray's own 15 lets ranks and engines starve beside anything else.
+NICENESS = "RAY_worker_niceness"
 PASSED_ON = ("no_proxy", "NO_PROXY", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE", "GLOO_SOCKET_IFNAME")
 
 
@@ -40,6 +42,7 @@ def launch(recipe: Recipe, *, resume: bool = False, debug: bool = False) -> RunR
     Raises LaunchError when the cluster can't hold the run or a process of it is lost, and what ended a rank.
     """
     os.environ.setdefault(OWN_DEVICES, "1")
+    os.environ.setdefault(NICENESS, "0")
     with joined(recipe):
         wanted = request_of(recipe, ray.cluster_resources().get("GPU", 0))
         refuse_cluster(wanted, ray.nodes())

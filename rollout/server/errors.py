@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 log = logging.getLogger(__name__)
 
 _TAGS = ("system", "user", "assistant", "tool")  # of the union of messages
+_UNREADABLE = "the body can't be read as JSON: it is not UTF-8, nested too deeply, or has a number of too many digits"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -54,7 +55,8 @@ def install_handlers(app: FastAPI) -> None:
         if isinstance(error, ApiError):
             body = error.body
         else:
-            message = f"{request.method} {request.url.path}: {error.detail}"
+            detail = _UNREADABLE if error.detail == "There was an error parsing the body" else error.detail
+            message = f"{request.method} {request.url.path}: {detail}"
             body = error_body(error.status_code, message)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 

@@ -6,7 +6,16 @@ import pytest
 from helpers.runs import small_recipe
 
 from miles_k3.errors import LaunchError
+from miles_k3.ray import cluster
 from miles_k3.ray.cluster import Request, refuse_cluster, request_of, spare_proxies
+from miles_k3.recipe import load_recipe
+
+
+@pytest.fixture
+def _own_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is added to them ends with the test."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
 
 
 def node(gpus: float = 0, cpus: float = 8, alive: bool = True) -> dict:
@@ -46,3 +55,44 @@ def test_local_addresses_need_no_proxy() -> None:
     assert environ["no_proxy"] == "example.org,localhost,127.0.0.1,::1,10.0.0.1"
     assert environ["NO_PROXY"] == "localhost,127.0.0.1,::1,10.0.0.1"
     assert environ["http_proxy"] == "http://proxy:3128", "what is outside is still reached through it"
+
+
+@pytest.mark.usefixtures("_own_proxies")
+@pytest.mark.parametrize(("slow_starts", "starts"), [(2, 3), (3, 3)])
+def test_a_cluster_that_starts_slowly_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, slow_starts: int, starts: int
+) -> None:
+    tried: list[str] = []
+
+    def init(address: str, **options: object) -> None:
+        tried.append(address)
+        if len(tried) <= slow_starts:
+            raise Exception("The current node timed out during startup. This could happen because")
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster.ray, "nodes", list)
+    recipe = load_recipe("tiny-ray").recipe
+    if slow_starts < starts:
+        with cluster.joined(recipe):
+            pass
+    else:
+        with (
+            pytest.raises(LaunchError, match=r"could not be started here .*less busy.*ray start --head"),
+            cluster.joined(recipe),
+        ):
+            pass
+    assert tried == ["local"] * starts
+
+
+@pytest.mark.usefixtures("_own_proxies")
+def test_another_failure_of_a_start_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    with (
+        pytest.raises(LaunchError, match=r"could not be started here .no such thing"),
+        cluster.joined(load_recipe("tiny-ray").recipe),
+    ):
+        pass

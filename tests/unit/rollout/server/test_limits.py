@@ -16,6 +16,8 @@ import pytest
 from helpers.engines import assert_idle
 from helpers.servers import MODEL, PATIENCE_S, Running, ScriptedEngine, running_server, tiny_engine
 
+from miles_k3.rollout.server.names import Served
+
 LONG = {"model": MODEL, "prompt": "x", "max_tokens": 400, "ignore_eos": True}
 
 
@@ -78,6 +80,8 @@ def test_bodies() -> None:
         refusal(client.post("/v1/adapters/upload", content=b"x" * 3001, headers=tar), 413)
         for body in (b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 1900, b'{"model": NaN}'):
             refusal(client.post(path, content=body, headers=kind), 400)
+        for body in (b"\xff{", b"[" * 1900):
+            assert "can't be read as JSON" in refusal(client.post(path, content=body, headers=kind), 400)
         refusal(
             client.post(path, content=b'{"model": "tiny-k3", "prompt": "x"}', headers={"content-type": "text/plain"}),
             400,
@@ -228,6 +232,15 @@ def test_an_engine_that_fails_is_an_error_of_the_server_and_the_server_goes_on()
         message = refusal(httpx.post(f"{running.url}/v1/completions", json=body), 500, "engine_failed")
         assert "no such luck" in message
         assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 200
+
+
+def test_a_version_that_the_engine_has_replaced_meanwhile_is_not_found() -> None:
+    with running_server(ScriptedEngine("hi")) as running:
+        gone = Served(version=5, name=None, rank=4, alpha=8.0, sha256="", weights_sha256="", source="")
+        running.do(running.server.adapters.names.add, gone)
+        answer = httpx.post(f"{running.url}/generate", json={"input_ids": [1], "adapter_version": 5})
+        assert "version 5 was unloaded" in refusal(answer, 404, "adapter_not_found")
+        until(lambda: running.server.gate.in_flight == 0)
 
 
 def test_metrics_count() -> None:
