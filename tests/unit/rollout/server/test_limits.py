@@ -60,10 +60,16 @@ def test_keys() -> None:
             pytest.raises(openai.AuthenticationError),
         ):
             client.models.list()
-        for path in ("/v1/models", "/metrics", "/v1/stats", "/v1/adapters", "/nowhere"):
-            refusal(httpx.get(running.url + path), 401)
-        for path in ("/", "/health", "/health/live", "/health/ready", "/openapi.json"):
+        open_paths = ("/", "/health", "/health/live", "/health/ready", "/openapi.json")
+        for path in open_paths:
             assert httpx.get(running.url + path).status_code == 200
+        routes = httpx.get(f"{running.url}/openapi.json").json()["paths"]
+        assert {"/generate", "/v1/adapters/upload", "/metrics", "/v1/adapters/{version}/pin"} < set(routes)
+        for path, verbs in {**routes, "/nowhere": ["get"]}.items():
+            for verb in verbs if path not in open_paths else ():
+                url = running.url + path.replace("{version}", "0").replace("{model}", MODEL)
+                refusal(httpx.request(verb, url), 401, "invalid_api_key")
+                refusal(httpx.request(verb, url, headers={"Authorization": "Basic right"}), 401, "invalid_api_key")
 
 
 def test_bodies() -> None:

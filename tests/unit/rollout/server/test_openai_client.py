@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import openai
@@ -19,7 +20,7 @@ EOS = 2
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
-    with running_server(tiny_engine()) as running:
+    with running_server(tiny_engine(), default_max_tokens=40) as running:
         yield running
 
 
@@ -65,14 +66,37 @@ def test_chat_says_what_the_engine_says(client: openai.OpenAI) -> None:
 
 
 def test_completion_says_what_the_engine_says(client: openai.OpenAI) -> None:
-    own = by_engine(tokenizer().encode(PROMPT), seed=11, max_new_tokens=24)
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, seed=11, max_tokens=24, logprobs=0)
+    own = by_engine(tokenizer().encode(PROMPT), seed=5, temperature=3.0, max_new_tokens=24)
+    asked: Any = {"model": MODEL, "seed": 5, "temperature": 3.0, "max_tokens": 24}
+    answer = client.completions.create(**asked, prompt=PROMPT, logprobs=0)
     assert answer.choices[0].text == own.text
     logprobs = answer.choices[0].logprobs
     assert logprobs
     assert logprobs.token_logprobs == pytest.approx(own.logprobs, abs=1e-5)
-    tokens = client.completions.create(model=MODEL, prompt=tokenizer().encode(PROMPT), seed=11, max_tokens=24)
+    assert logprobs.tokens
+    lengths = [len(token) for token, id_ in zip(logprobs.tokens, own.token_ids, strict=True) if id_ != EOS]
+    assert logprobs.text_offset
+    assert logprobs.text_offset[: len(lengths)] == list(accumulate(lengths, initial=0))[: len(lengths)]
+    assert sum(lengths) == len(own.text) > 0
+    tokens = client.completions.create(**asked, prompt=tokenizer().encode(PROMPT))
     assert tokens.choices[0].text == own.text
+
+
+@pytest.mark.parametrize(
+    "greedy", [{"temperature": 0.0}, {"temperature": 50.0, "extra_body": {"top_k": 1, "ignore_eos": True}}]
+)
+def test_greedy_answers_need_no_seed(client: openai.OpenAI, greedy: dict[str, Any]) -> None:
+    common: Any = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 12, "extra_body": {"ignore_eos": True}, **greedy}
+    texts = {client.completions.create(**common, seed=seed).choices[0].text for seed in range(3)}
+    engine = tiny_engine()
+    own = engine.generate(tokenizer().encode("1 2 3"), SamplingParams(temperature=0.0, max_new_tokens=12))
+    assert texts == {asyncio.run(own).text}
+
+
+def test_a_chat_that_names_no_limit_ends_at_the_servers(served: Running, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, extra_body={"ignore_eos": True})
+    assert answer.usage
+    assert answer.usage.completion_tokens == served.server.options.default_max_tokens == 40
 
 
 def test_streams_add_up_to_the_whole(client: openai.OpenAI) -> None:
@@ -106,6 +130,8 @@ def test_several_prompts_and_choices(client: openai.OpenAI) -> None:
     assert [choice.text for choice in answer.choices[2:]] == [choice.text for choice in alone.choices]
     assert answer.usage
     assert answer.usage.completion_tokens == 20
+    assert answer.usage.prompt_tokens == len(tokenizer().encode("One")) + len(tokenizer().encode("Two"))
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 20
 
 
 def test_stop_strings_cut_streams_too(client: openai.OpenAI) -> None:

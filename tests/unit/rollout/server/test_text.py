@@ -63,6 +63,8 @@ def test_text_is_final_when_it_is_told() -> None:
 def test_stop_tokens_and_special_tokens_are_no_text() -> None:
     ids = [*tokenizer().encode("a", add_special_tokens=False), 4, 2]
     assert said(AnswerText(tokenizer(), stop_token_ids=[2]), [ids]) == "a"
+    a, b = tokenizer().encode("a b", add_special_tokens=False)
+    assert said(AnswerText(tokenizer(), stop_token_ids=[b]), [[a, b]]) == "a", "whatever else the token spells"
 
 
 class MarkedTokenizer:
