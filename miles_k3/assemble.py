@@ -18,6 +18,7 @@ from miles_k3.k3.weights import ResidentBase, load_base
 from miles_k3.launch import pick_device, pick_threads, refuse_launch
 from miles_k3.protocols import Engine, Trainer
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.sglang.engine import SglangEngine
 from miles_k3.rollout.tasks.registry import GradedTask, make_task
 from miles_k3.rollout.tasks.rewards import RewardPool
 from miles_k3.tokenizer import load_tokenizer
@@ -66,7 +67,7 @@ def assembled(
     with ExitStack() as stack:
         model, task, rewards = world.together(lambda: _load(recipe, config, world, stack))
         trainer = make_trainer(recipe, model) if training else None
-        engine = world.together(lambda: (new_engine or make_engine)(recipe, model))
+        engine = world.together(lambda: new_engine(recipe, model) if new_engine else make_engine(recipe, model, world))
         stack.callback(engine.close)
         yield Parts(world=world, model=model, task=task, rewards=rewards, engine=engine, trainer=trainer)
 
@@ -80,9 +81,19 @@ def model_config(recipe: Recipe) -> K3Config:
 
 
 def load_engine(recipe: Recipe, world: World) -> EmbeddedEngine:
-    """An engine with a base of its own, for a process that does not train. `world` is the place that it has."""
+    """An embedded engine with a base of its own, for a process that does not train. `world` is its place."""
     torch.set_num_threads(pick_threads(recipe.run.threads, world))
-    return make_engine(recipe, _load_model(recipe, model_config(recipe), load_tokenizer(recipe.model.path), world))
+    config = model_config(recipe)
+    model = _load_model(recipe, config, load_tokenizer(recipe.model.path), world)
+    return make_embedded_engine(recipe, model, _longest_sequence(recipe, config))
+
+
+def load_recipe_engine(recipe: Recipe, world: World) -> Engine:
+    """The recipe's engine for a process that does nothing else."""
+    if recipe.rollout.engine == "embedded":
+        return load_engine(recipe, world)
+    config = model_config(recipe)
+    return start_sglang_engine(recipe, config, load_tokenizer(recipe.model.path), _longest_sequence(recipe, config), 0)
 
 
 def _load(recipe: Recipe, config: K3Config, world: World, stack: ExitStack) -> tuple[Model, GradedTask, RewardPool]:
@@ -104,14 +115,52 @@ def adapter_config(recipe: Recipe) -> AdapterConfig:
     return AdapterConfig(rank=recipe.lora.rank, alpha=recipe.lora.alpha, share_gate_up_a=recipe.lora.share_gate_up_a)
 
 
-def make_engine(recipe: Recipe, model: Model) -> EmbeddedEngine:
-    rollout = recipe.rollout
-    longest = recipe.task.max_prompt_tokens + rollout.sampling.max_new_tokens
-    if longest > model.config.max_position_embeddings:
+def make_engine(recipe: Recipe, model: Model, world: World = ALONE) -> Engine:
+    """The recipe's engine, on this rank's device."""
+    longest = _longest_sequence(recipe, model.config)
+    if recipe.rollout.engine == "sglang":
+        return make_sglang_engine(recipe, model, world, longest)
+    return make_embedded_engine(recipe, model, longest)
+
+
+def _longest_sequence(recipe: Recipe, config: K3Config) -> int:
+    longest = recipe.task.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens
+    if longest > config.max_position_embeddings:
         raise ConfigError(
             f"task.max_prompt_tokens + rollout.sampling.max_new_tokens is {longest}; the model takes "
-            f"{model.config.max_position_embeddings} (max_position_embeddings): lower one of them"
+            f"{config.max_position_embeddings} (max_position_embeddings): lower one of them"
         )
+    return longest
+
+
+def make_sglang_engine(recipe: Recipe, model: Model, world: World, longest: int) -> Engine:
+    """SGLang in processes of its own on this rank's GPUs, started again when they end; returns when it serves."""
+    from miles_k3.ray.remote_engine import RemoteEngine
+    from miles_k3.rollout.sglang.process import SglangProcess
+
+    def start() -> SglangProcess:
+        return SglangProcess(
+            lambda: start_sglang_engine(recipe, model.config, model.tokenizer, longest, world.local_rank)
+        )
+
+    cluster = recipe.cluster
+    return RemoteEngine(
+        start, name="SGLang", restarts=cluster.engine_restarts, timeout_s=cluster.engine_timeout_s
+    ).ready()
+
+
+def start_sglang_engine(recipe: Recipe, config: K3Config, tokenizer: Any, longest: int, first_gpu: int) -> SglangEngine:
+    from miles_k3.rollout.sglang.start import start_sglang
+
+    return start_sglang(
+        recipe, config, tokenizer=tokenizer, adapter_config=adapter_config(recipe), max_sequence_tokens=longest,
+        first_gpu=first_gpu,
+    )  # fmt: skip
+
+
+def make_embedded_engine(recipe: Recipe, model: Model, longest: int) -> EmbeddedEngine:
+    """The engine in this process, on the base that the trainer computes with."""
+    rollout = recipe.rollout
     try:
         return EmbeddedEngine(
             model.base, model.config, tokenizer=model.tokenizer, adapter_config=adapter_config(recipe),

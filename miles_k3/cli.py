@@ -19,6 +19,7 @@ from miles_k3.commands.options import RecipeArg, SetOption
 from miles_k3.commands.plan import plan
 from miles_k3.commands.recipe import recipe_app
 from miles_k3.commands.serve import serve
+from miles_k3.commands.sglang import sglang_commands
 from miles_k3.errors import MilesError, remedy
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app.add_typer(draft_app, name="draft")
 app.command()(plan)
 app.command()(launch)
 app.command()(serve)
+app.command("sglang-commands")(sglang_commands)
 app.command()(doctor)
 app.command()(export)
 app.command("import")(import_peft)

@@ -5,21 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Section(BaseModel):
-    """Strict: unknown keys, text where a number belongs, infinities and later changes are all errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-PositiveInt = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
-Text = Annotated[str, Field(min_length=1)]
-FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+=-]*$")]
+from miles_k3.config_sglang import SglangSection
+from miles_k3.config_types import FolderName, Fraction, PositiveInt, Section, Text
 
 
 class RunSection(Section):
@@ -106,11 +97,12 @@ class RolloutSection(Section):
 
     engine: Literal["embedded", "sglang"] = Field(
         default="embedded",
-        description="embedded: in the trainer's process, on the same base; sglang: planned for, refused at a start.",
+        description="embedded: in the trainer's process, on the same base; sglang: in processes of SGLang's own.",
     )
     engine_tp: PositiveInt = Field(
         default=1, description="GPUs that one engine spans; an embedded one lives on its rank's own."
     )
+    sglang: SglangSection = SglangSection()
     prompts_per_step: PositiveInt = Field(default=32, description="Groups per optimizer step.")
     group_size: PositiveInt = Field(default=8, description="Samples per prompt.")
     sampling: SamplingSection = SamplingSection()

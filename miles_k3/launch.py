@@ -12,6 +12,8 @@ from miles_k3.config import Recipe
 from miles_k3.errors import LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.parallel import layout_problems
+from miles_k3.rollout.sglang.arguments import sglang_problems
+from miles_k3.rollout.sglang.versions import installed_version, version_problem
 from miles_k3.world import TORCHRUN, World
 
 
@@ -29,10 +31,7 @@ def launch_problems(recipe: Recipe, config: K3Config, world: World, training: bo
     out."""
     problems = list(_device_problems(recipe, world))
     if recipe.rollout.engine == "sglang":
-        problems.append(
-            "rollout.engine is sglang, which `miles-k3 plan` knows but nothing runs yet: released SGLang can't serve "
-            "K3 with LoRA; set rollout.engine: embedded and rollout.engine_tp: 1"
-        )
+        problems += _sglang_problems(recipe, config, world)
     if training:
         problems += _cluster_problems(recipe, world)
         problems += layout_problems(config, recipe.trainer, world.size)
@@ -99,6 +98,25 @@ def _device_problems(recipe: Recipe, world: World) -> Iterator[str]:
             f"{world.local_size} ranks were started on a host with {torch.cuda.device_count()} visible CUDA devices; "
             f"start with torchrun --nproc-per-node {torch.cuda.device_count()} on more hosts, or change the layout: "
             "each rank needs a device of its own"
+        )
+
+
+def _sglang_problems(recipe: Recipe, config: K3Config, world: World) -> Iterator[str]:
+    rollout = recipe.rollout
+    yield from sglang_problems(recipe, config)
+    if problem := version_problem(installed_version()):
+        yield problem
+    if not torch.cuda.is_available():
+        yield "rollout.engine is sglang, but this machine has no CUDA device; set rollout.engine: embedded"
+    if rollout.engine_tp > 1 and world.size > 1:
+        yield (
+            f"rollout.engine_tp is {rollout.engine_tp}, but each of the {world.size} ranks has an engine on its own "
+            "GPU; an engine over several ranks' GPUs is not started from here yet: set rollout.engine_tp: 1"
+        )
+    if rollout.sglang.nodes > 1 or rollout.sglang.disaggregation.transfer != "off":
+        yield (
+            "rollout.sglang asks for an engine over several machines, or for prefill workers of their own, which a run "
+            "doesn't start: `miles-k3 sglang-commands RECIPE` prints how they are started"
         )
 
 

@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 
 from miles_k3 import __version__
 from miles_k3.findings import Findings
+from miles_k3.rollout.sglang.versions import VERIFIED
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTION = "miles-k3"
@@ -20,11 +21,6 @@ NEEDED_PYTHON = (3, 12)
 _INSTALL = "pip install -c constraints.txt"
 _INSTALL_SGLANG = "pip install -c constraints-sglang.txt -e '.[sglang]'"
 _PIN = re.compile(r"([\w.-]+)==(\S+)")
-_SGLANG_NEEDS = {  # what K3 with LoRA asks of SGLang's model, and no release has
-    "kimi_k3.py": "Kimi K3 itself",
-    "get_hidden_dim": "the widths of its LoRA modules",
-    "should_apply_lora": "which of its modules take LoRA",
-}
 
 
 def check_versions(found: Findings, constraints: Path = ROOT / "constraints.txt") -> None:
@@ -56,27 +52,17 @@ def check_versions(found: Findings, constraints: Path = ROOT / "constraints.txt"
 
 
 def check_sglang(found: Findings, *, wanted: bool) -> None:
-    """SGLang: installed, which version, and what of K3 it lacks; it fails only where the recipe asks for it."""
-    judge = found.fail if wanted else found.warn
-    instead = "set rollout.engine: embedded, or install a release that has them"
-    if (installed := _installed("sglang")) is None:
-        text = "not installed"
-        if wanted:
-            found.fail(
-                "sglang", text, "pip install -c constraints-sglang.txt -e '.[sglang]', or rollout.engine: embedded"
-            )
-        else:
-            found.add("sglang", True, f"{text}; the embedded engine doesn't need it")
-        return
-    pins = read_pins(ROOT / "constraints-sglang.txt")
-    verified = pins.get("sglang", "none")
-    if missing := _missing_in_sglang():
-        judge("sglang", f"{installed} lacks {', '.join(missing)}", instead)
-    elif installed != verified:
-        found.warn("sglang", f"{installed} is installed, {verified} was verified",
-                   f"{_INSTALL_SGLANG} in an environment of its own")  # fmt: skip
+    """SGLang: installed, and the release that the plugin was verified with; it fails only where a recipe asks for it."""
+    installed = _installed("sglang")
+    text, fix = installed or "not installed", f"{_INSTALL_SGLANG} in an environment of its own"
+    if installed == VERIFIED:
+        found.add("sglang", True, f"{installed}, as verified with the plugin")
+    elif wanted:
+        found.fail("sglang", f"{text}; {VERIFIED} was verified", f"{fix}, or rollout.engine: embedded")
+    elif installed is None:
+        found.add("sglang", True, f"{text}; the embedded engine doesn't need it")
     else:
-        found.add("sglang", True, installed)
+        found.warn("sglang", f"{text} is installed, {VERIFIED} was verified", fix)
 
 
 def read_pins(path: Path) -> dict[str, str]:
@@ -104,14 +90,3 @@ def _installed(name: str) -> str | None:
 def _public(number: str) -> str:
     """Without the build's name: 2.11.0+cu130 -> 2.11.0."""
     return number.partition("+")[0]
-
-
-def _missing_in_sglang() -> list[str]:
-    """Read from its source, since importing it takes a GPU."""
-    from importlib.util import find_spec
-
-    spec = find_spec("sglang")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    model = next((p for f in folders if (p := Path(f) / "srt" / "models" / "kimi_k3.py").is_file()), None)
-    text = "" if model is None else "kimi_k3.py\n" + model.read_text(errors="replace")
-    return [what for word, what in _SGLANG_NEEDS.items() if word not in text]

@@ -26,8 +26,7 @@ from miles_k3.types import AdapterUpdate, Completion, SamplingParams
 
 if TYPE_CHECKING:
     from miles_k3.loop import RunResult
-    from miles_k3.protocols import OnTokens
-    from miles_k3.rollout.embedded.engine import EmbeddedEngine
+    from miles_k3.protocols import Engine, OnTokens
     from miles_k3.world import World
 
 log = logging.getLogger(__name__)
@@ -123,11 +122,11 @@ class RankActor:
 
 
 class EngineActor:
-    """The embedded engine, alone in its process. All but the receiving of an adapter runs on the actor's event loop."""
+    """An engine, alone in its process. All but the receiving of an adapter runs on the actor's event loop."""
 
     def __init__(self, order: Order, name: str) -> None:
         self._order, self._name = order, name
-        self._engine: EmbeddedEngine  # from `start` on
+        self._engine: Engine  # from `start` on
 
     def __repr__(self) -> str:
         return self._name
@@ -135,9 +134,9 @@ class EngineActor:
     async def start(self) -> None:
         """Load the model. Raises what is wrong with it."""
         world = settle_in(self._order)
-        from miles_k3.assemble import load_engine
+        from miles_k3.assemble import load_recipe_engine
 
-        self._engine = load_engine(self._order.recipe, world)
+        self._engine = load_recipe_engine(self._order.recipe, world)
 
     async def generate(
         self, token_ids: tuple[int, ...], params: SamplingParams, request_id: str, version: int

@@ -119,7 +119,8 @@ def test_a_run_wants_the_ranks_that_cluster_asks_for() -> None:
 
 
 @pytest.mark.usefixtures("devices")
-def test_sglang_is_known_but_refused() -> None:
-    (problem,) = problems("rollout.engine=sglang")
-    assert "nothing runs yet" in problem
-    assert "set rollout.engine: embedded" in problem
+def test_sglang_is_refused_with_every_reason() -> None:
+    """The tiny model has neither the widths nor the packages, and this machine no GPU."""
+    found = problems("rollout.engine=sglang")
+    for said in ("multiples of 1024", "SGLang is not installed", "has no CUDA device", "KDA head_dim is 16"):
+        assert sum(said in problem for problem in found) == 1, found

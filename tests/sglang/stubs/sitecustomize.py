@@ -1,0 +1,106 @@
+"""Lets SGLang's control plane start without a GPU. Put this folder first on PYTHONPATH: child processes need it too.
+
+What a CPU can't do becomes what it can: no CUDA streams, no pinned memory, MXFP4 unpacked in plain torch. Nothing else
+of SGLang is touched, and nothing here is meant to compute a forward pass: K3's KDA kernels exist for GPUs only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MAKERS = ("tensor", "zeros", "empty", "ones", "full", "arange", "zeros_like", "empty_like")
+
+
+class _Stream:
+    """Stands for a CUDA stream: everything happens at once, so there is nothing to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> None: ...
+
+
+def _without_pinning(make: Any) -> Any:
+    def made(*arguments: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return make(*arguments, **options)
+
+    return made
+
+
+def unpack_mxfp4(codes: torch.Tensor, scales: torch.Tensor, *, target_dtype: torch.dtype, axis: int) -> torch.Tensor:
+    """uint8 codes [..., n / 2], low nibble first, and E8M0 scales [..., n / 32] as values [..., n]."""
+    if axis not in (-1, codes.dim() - 1):
+        raise NotImplementedError(f"MXFP4 groups along axis {axis} of {codes.dim()}; only along the last one")
+    values = torch.tensor([*_E2M1, *(-v for v in _E2M1)])
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    scale = torch.exp2(scales.view(torch.uint8).float() - 127).repeat_interleave(32, dim=-1)
+    return (values[nibbles.long()] * scale).to(target_dtype)
+
+
+def _plain_mxfp4(module: ModuleType) -> None:
+    module.upcast_from_mxfp = unpack_mxfp4  # type: ignore[attr-defined]
+
+
+def _plain_experts(module: ModuleType) -> None:
+    """LoRA wraps experts that run on Triton too, but SGLang gives it MXFP4 ones on GPUs only."""
+
+    def get_triton_quant_info(self: Any, layer: Any) -> Any:
+        from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+
+        return TritonMoeQuantInfo(w13_weight=layer.w13_weight, w2_weight=layer.w2_weight)
+
+    module.Mxfp4MoEMethod.get_triton_quant_info = get_triton_quant_info
+
+
+_PATCHES = {
+    "triton_kernels.numerics_details.mxfp": _plain_mxfp4,
+    "sglang.srt.layers.quantization.mxfp4": _plain_experts,
+}
+
+
+class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Changes a module the moment that it has been imported."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, importlib.abc.Loader] = {}
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in _PATCHES or name in self._found:
+            return None
+        self._found[name] = self  # so that the search below passes us by
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{name} is to be changed, but isn't there")
+        self._found[name], spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._found[spec.name].create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._found[module.__name__].exec_module(module)
+        _PATCHES[module.__name__](module)
+
+
+torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
+torch.cuda.current_stream = lambda *_: _Stream()  # type: ignore[assignment]
+torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
+for _name in _MAKERS:
+    setattr(torch, _name, _without_pinning(getattr(torch, _name)))
+torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign, assignment]
+sys.meta_path.insert(0, _AfterImport())
