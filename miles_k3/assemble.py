@@ -21,6 +21,7 @@ from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.sglang.engine import SglangEngine
 from miles_k3.rollout.tasks.registry import GradedTask, make_task
 from miles_k3.rollout.tasks.rewards import RewardPool
+from miles_k3.speculating import measure_if_asked, speculative_of
 from miles_k3.tokenizer import load_tokenizer
 from miles_k3.types import AdapterConfig
 from miles_k3.world import ALONE, World
@@ -162,14 +163,17 @@ def make_embedded_engine(recipe: Recipe, model: Model, longest: int) -> Embedded
     """The engine in this process, on the base that the trainer computes with."""
     rollout = recipe.rollout
     try:
-        return EmbeddedEngine(
+        engine = EmbeddedEngine(
             model.base, model.config, tokenizer=model.tokenizer, adapter_config=adapter_config(recipe),
             max_lora_rank=rollout.max_lora_rank, max_running=rollout.max_running, page_size=rollout.page_size,
             num_pages=rollout.num_pages, prefill_chunk_tokens=rollout.prefill_chunk_tokens, max_sequence_tokens=longest,
             prefix_cache=rollout.prefix_cache, cache_slots=rollout.cache_slots,
             cache_pool=rollout.cache_pool, cache_min_tokens=rollout.cache_min_tokens,
             track_interval=rollout.track_interval, reserve_tokens=rollout.reserve_tokens, overlap=rollout.overlap,
+            speculative=speculative_of(rollout.speculative, model.config),
         )  # fmt: skip
+        measure_if_asked(engine, rollout.speculative)
+        return engine
     except (MemoryError, OverflowError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not re.search("alloc|memory|overflow", str(e)):
             raise

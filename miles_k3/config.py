@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from miles_k3.config_sglang import SglangSection
+from miles_k3.config_speculative import SpeculativeSection
 from miles_k3.config_types import FolderName, Fraction, PositiveInt, Section, Text
 
 
@@ -146,6 +147,7 @@ class RolloutSection(Section):
     sleep_while_training: bool = Field(
         default=False, description="Give the engine's cache memory back while the trainer works."
     )
+    speculative: SpeculativeSection = SpeculativeSection()
 
 
 class AlgorithmSection(Section):
@@ -335,6 +337,7 @@ class Recipe(Section):
                 "more, or lower one of the others"
             )
         problems += [*self._idle_clipping(), *self._engine_span()]
+        problems += self.rollout.speculative.problems(self.rollout.engine, self.rollout.max_running)
         if self.rollout.reserve_tokens is not None and not self.rollout.preempt_groups:
             problems.append(
                 f"rollout.reserve_tokens is {self.rollout.reserve_tokens}, but samples of a group hold memory "

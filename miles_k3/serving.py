@@ -28,6 +28,7 @@ from miles_k3.rollout.server.metrics import Metrics
 from miles_k3.rollout.server.names import NAME, Names
 from miles_k3.rollout.server.run import address_of, serve
 from miles_k3.rollout.server.state import Server, ServerOptions
+from miles_k3.speculating import measure_if_asked, speculative_of
 from miles_k3.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -142,7 +143,9 @@ def _engine(plan: ServePlan) -> tuple[EmbeddedEngine, object]:
             prefix_cache=rollout.prefix_cache, cache_slots=rollout.cache_slots, cache_pool=rollout.cache_pool,
             cache_min_tokens=rollout.cache_min_tokens, track_interval=rollout.track_interval,
             reserve_tokens=rollout.reserve_tokens, overlap=rollout.overlap,
+            speculative=speculative_of(rollout.speculative, config),
         )  # fmt: skip
+        measure_if_asked(engine, rollout.speculative)
     except (MemoryError, OverflowError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not re.search("alloc|memory|overflow", str(e)):
             raise

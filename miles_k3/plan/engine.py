@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from miles_k3.config import Recipe
 from miles_k3.k3.config import K3Config
+from miles_k3.k3.draft_config import DraftConfig
+from miles_k3.k3.draft_params import draft_params
 from miles_k3.plan.weights import AdapterNumbers, Share, adapter_numbers, base_bytes, dense_params
 
 FP32, BF16 = 4, 2
@@ -19,7 +22,8 @@ SAMPLED_COPIES = 5  # logits, scaled, log-probabilities, and two of the draw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBytes:
-    """Of one GPU. `base` is 0 where the engine reads the trainer's."""
+    """Of one GPU. `base` is 0 where the engine reads the trainer's; `draft`: its weights and the replay buffer of a
+    verify, its keys and values are in `kv`."""
 
     base: int
     slots: int
@@ -27,6 +31,7 @@ class EngineBytes:
     states: int
     graphs: int
     work: int
+    draft: int = 0
 
 
 def engine_bytes(recipe: Recipe, c: K3Config, itemsize: int) -> EngineBytes:
@@ -38,11 +43,14 @@ def engine_bytes(recipe: Recipe, c: K3Config, itemsize: int) -> EngineBytes:
         slots = requests
         if rollout.prefix_cache != "off":
             slots += rollout.cache_slots or -(-requests // 4)
-        padded = tokens + PADDING_BLOCKS * rollout.page_size
+        padded, draft = tokens + PADDING_BLOCKS * rollout.page_size, _draft_config(recipe)
+        of_draft = 0 if draft is None else draft.context_width * itemsize
         return EngineBytes(
-            base=0, slots=ADAPTER_SLOTS * whole.total * itemsize, kv=padded * kv_bytes_per_token(c, itemsize),
+            base=0, slots=ADAPTER_SLOTS * whole.total * itemsize,
+            kv=padded * (kv_bytes_per_token(c, itemsize) + of_draft),
             states=(slots + PADDING_BLOCKS) * state_bytes(c, itemsize), graphs=0,
-            work=_embedded_work(recipe, c, itemsize),
+            work=_embedded_work(recipe, c, itemsize, draft),
+            draft=0 if draft is None else _draft_bytes(recipe, c, draft, itemsize),
         )  # fmt: skip
     tp = rollout.engine_tp
     return EngineBytes(
@@ -50,6 +58,26 @@ def engine_bytes(recipe: Recipe, c: K3Config, itemsize: int) -> EngineBytes:
         kv=tokens * kv_bytes_per_token(c, BF16), states=SGLANG_SLOTS_PER_REQUEST * requests * state_bytes(c, BF16, tp),
         graphs=SGLANG_GRAPH_BYTES, work=requests * c.vocab_size * FP32 * SAMPLED_COPIES // tp,
     )  # fmt: skip
+
+
+def _draft_config(recipe: Recipe) -> DraftConfig | None:
+    at = recipe.rollout.speculative
+    return None if at.mode == "off" or at.draft is None else DraftConfig.from_folder(at.draft)
+
+
+def _draft_bytes(recipe: Recipe, c: K3Config, draft: DraftConfig, itemsize: int) -> int:
+    """Weights, a second version of them with masters and moments where it is trained; what moves the states of all
+    positions of a verify (spec 6.6)."""
+    numbers = sum(math.prod(p.shape) for p in draft_params(draft))
+    weights = numbers * itemsize + (numbers * (itemsize + 3 * FP32) if recipe.rollout.speculative.train else 0)
+    step = 5 * c.kda_dim * itemsize + (c.kda_dim + c.kda_num_heads) * FP32
+    return weights + _verify_positions(recipe, draft) * len(c.kda_layers) * step
+
+
+def _verify_positions(recipe: Recipe, draft: DraftConfig) -> int:
+    at, requests = recipe.rollout.speculative, recipe.rollout.max_running
+    most = requests * (1 + min(draft.block_size, at.num_draft_tokens or draft.block_size))
+    return min(at.verify_tokens or most, most)
 
 
 def cache_tokens(recipe: Recipe) -> int:
@@ -91,12 +119,16 @@ def _split_adapter(c: K3Config, whole: AdapterNumbers, rank: int, tp: int) -> in
     return dense + whole.expert // tp
 
 
-def _embedded_work(recipe: Recipe, c: K3Config, itemsize: int) -> int:
-    """A prompt step through the widest sublayer, with the residual bank; or the logits of all requests."""
+def _embedded_work(recipe: Recipe, c: K3Config, itemsize: int, draft: DraftConfig | None) -> int:
+    """A prompt step through the widest sublayer, with the residual bank; or the logits of all requests, of a verify
+    with the block's own beside them."""
     tokens = recipe.rollout.prefill_chunk_tokens
     bank = (c.bank_rows(c.num_hidden_layers) + 1) * c.hidden_size * itemsize
     kda = c.kda_dim * FP32 * 25
     moe = c.num_experts_per_token * (c.moe_intermediate_size * FP32 * 5 + 2 * c.routed_expert_hidden_size * itemsize)
     dense = c.intermediate_size * FP32 * 5 if c.first_k_dense_replace else 0
-    logits = recipe.rollout.max_running * c.vocab_size * FP32 * SAMPLED_COPIES
+    rows = recipe.rollout.max_running
+    if draft is not None:
+        rows = _verify_positions(recipe, draft) + rows * draft.block_size
+    logits = rows * c.vocab_size * FP32 * SAMPLED_COPIES
     return max(tokens * (bank + max(kda, moe, dense)), logits)

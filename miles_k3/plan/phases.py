@@ -172,6 +172,8 @@ def _device(recipe: Recipe, f: Facts, cuda: bool) -> Mapping[Phase, Bytes]:
     engine_base = f.engine.base if f.apart is None else f.apart.base
     always = {"base": f.base, "engine base": engine_base, "adapter": f.adapter, "adapter slots": f.engine.slots}
     always["graphs"] = f.engine.graphs
+    if f.engine.draft:
+        always["draft"] = f.engine.draft
     always["runtime"] = CONTEXT_BYTES * (1 if alone else 2) if cuda else 0
     learning = {"gradients": f.gradients, "optimizer": f.optimizer}
     caches = {"KV": f.engine.kv, "states": f.engine.states}

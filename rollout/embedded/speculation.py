@@ -51,7 +51,7 @@ class Speculator:
     def __init__(self, at: Speculative, model: EngineModel, layout: Layout, max_running: int) -> None:
         target = model.weights
         self.at, self._model, self._layout = at, model, layout
-        self._positions, self._device = at.positions(max_running), target.embed.device
+        self.num_positions, self._device = at.positions(max_running), target.embed.device
         self.drafts = DraftVersions(at.config, at.weights, target.embed, target.head, target.embed.dtype)
         self.planner = Planner(at.mode, at.accept, Calibration(block_size=at.config.block_size), at.profile)
         self.counters: Counter[str] = Counter(
@@ -69,7 +69,7 @@ class Speculator:
     def wake(self) -> None:
         """Take it again."""
         if self.replay is None:
-            self.replay = ReplayBuffer.for_layout(self._layout, self._positions, self._device)
+            self.replay = ReplayBuffer.for_layout(self._layout, self.num_positions, self._device)
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +96,7 @@ class Speculator:
                 positions = min(positions, prefixes.to_next_track(request))
             most.append(0 if request.undrafted else scheduler.room(request, positions) - 1)
             request.undrafted = False
-        return capped(np.array(most, dtype=np.int64), self._positions - len(requests))
+        return capped(np.array(most, dtype=np.int64), self.num_positions - len(requests))
 
     def propose(
         self, memory: RequestMemory, requests: Sequence[Request], limits_R: NDArray[np.int64], sampling: SamplingBatch

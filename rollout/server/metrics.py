@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 PREFIX = "miles_k3_"
+VERIFIES = "verifies_accepting_"  # of the engine's names
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 _ENGINE_GAUGES = {
@@ -28,6 +29,9 @@ _ENGINE_COUNTERS = {
     "prefill_steps": "Steps that computed prompts.",
     "decode_steps": "Steps that sampled one token for each running request.",
     "retracted": "Requests that gave their memory up and started over.",
+    "verify_steps": "Steps that verified drafted tokens.",
+    "drafted_tokens": "Drafted tokens that were verified.",
+    "accepted_tokens": "Drafted tokens that were accepted.",
 }
 
 
@@ -44,6 +48,17 @@ class _EngineNumbers(Collector):
         for name, text in _ENGINE_COUNTERS.items():
             if name in self.values:
                 yield CounterMetricFamily(f"{PREFIX}engine_{name}", text, value=self.values[name])
+        yield from self._accepted()
+
+    def _accepted(self) -> Iterable[Metric]:
+        """Verifies of a request by how many drafted tokens they accepted."""
+        text = "Verifies of a request, by how many of its drafted tokens were accepted."
+        family = CounterMetricFamily(f"{PREFIX}engine_verifies", text, labels=["accepted"])
+        for name, value in self.values.items():
+            if name.startswith(VERIFIES):
+                family.add_metric([name.removeprefix(VERIFIES)], value)
+        if family.samples:
+            yield family
 
 
 class Metrics:

@@ -19,6 +19,7 @@ from miles_k3.recipe import load_recipe
 from miles_k3.types import SamplingParams
 
 TENTH = 0.1
+DRAFT = Path(__file__).resolve().parents[3] / "assets" / "tiny-k3-draft"
 
 
 @pytest.mark.parametrize(
@@ -28,8 +29,9 @@ TENTH = 0.1
         ("trainer.recompute=selective", "lora.rank=16", "trainer.micro_batch_tokens=2048"),
         ("trainer.recompute=full", "rollout.sampling.max_new_tokens=60"),
         ("model.dtype=bfloat16", "model.base_dtype=mxfp4", "rollout.max_running=64"),
+        ("rollout.speculative.mode=verify_all", f"rollout.speculative.draft={DRAFT}"),
     ],
-    ids=["as it is", "selective", "full", "bfloat16"],
+    ids=["as it is", "selective", "full", "bfloat16", "speculative"],
 )
 def test_every_phase_takes_what_is_planned(overrides: tuple[str, ...], tmp_path: Path) -> None:
     recipe = load_recipe("tiny-cpu", [*overrides, "trainer.async_checkpoint=true"]).recipe
@@ -47,7 +49,8 @@ def test_every_phase_takes_what_is_planned(overrides: tuple[str, ...], tmp_path:
         engine = make_engine(recipe, model)
     assert facts.base == pytest.approx(loaded.kept, rel=TENTH)
     assert facts.adapter + facts.gradients + masters == pytest.approx(trained.kept, rel=TENTH)
-    assert facts.engine.slots + facts.engine.kv + facts.engine.states == pytest.approx(served.kept, rel=TENTH)
+    held = facts.engine.slots + facts.engine.kv + facts.engine.states + facts.engine.draft
+    assert held == pytest.approx(served.kept, rel=TENTH)
 
     with allocations() as first:
         trainer.step(fullest_batch(recipe, config))

@@ -1,0 +1,113 @@
+"""What an engine's verify and draft cost, measured on the engine itself before it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from miles_k3.errors import EngineError
+from miles_k3.rollout.embedded.batch import Drafted, step_batch
+from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.embedded.lora import StepAdapters
+from miles_k3.rollout.embedded.proposal import Taps
+from miles_k3.rollout.embedded.request import Request
+from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
+from miles_k3.rollout.speculative.planner.cost import CostProfile, measure_costs
+from miles_k3.types import SamplingParams
+
+CONTEXT = 64  # tokens that each request has cached
+
+
+def measure_engine(engine: EmbeddedEngine, loads: Sequence[int] | None = None, *, repeats: int = 3) -> CostProfile:
+    """Seconds of verifies and of drafting at `loads` requests; None: 1, 4, 16, ... as far as memory goes.
+
+    Of the newest adapter, with caches that hold zeros. Raises EngineError where the engine doesn't speculate or has
+    requests.
+    """
+    speculator = engine.speculator
+    if speculator is None or engine.scheduler.has_work:
+        raise EngineError("costs are measured on an engine that speculates and has no requests")
+    context = max(1, min(CONTEXT, engine.max_sequence_tokens - speculator.at.longest))
+    most = _most_requests(engine, context)
+    found = loads or [*(4**n for n in range(12) if 4**n < most), most]
+    scratch = _Scratch(engine, min(most, max(found)), context)
+    try:
+        with torch.inference_mode():
+            return measure_costs(
+                scratch.verify, scratch.draft, [n for n in found if n <= most], speculator.at.longest - 1,
+                repeats=repeats,
+            )  # fmt: skip
+    finally:
+        scratch.close()
+
+
+def _most_requests(engine: EmbeddedEngine, context: int) -> int:
+    assert engine.speculator is not None
+    longest = engine.speculator.at.longest
+    pages = engine.pool.pages_for(context + longest)
+    most = min(engine.max_running, max(1, engine.speculator.num_positions // longest))
+    while most > 1 and not engine.pool.fits(slots=most, pages=most * pages):
+        most -= 1
+    return most
+
+
+class _Scratch:
+    """Requests that hold memory and belong to nobody."""
+
+    def __init__(self, engine: EmbeddedEngine, count: int, context: int) -> None:
+        self.engine, self.memory, self.runner = engine, engine.memory, engine.runner
+        assert engine.speculator is not None
+        self.speculator = engine.speculator
+        pages = engine.pool.pages_for(context + self.speculator.at.longest)
+        self.requests = [self._request(i, context, pages) for i in range(count)]
+        self.sampling = SamplingBatch.of(
+            [r.params for r in self.requests], engine.config.vocab_size, engine.pool.device
+        )
+        engine.pool.flush()
+
+    def _request(self, i: int, context: int, pages: int) -> Request:
+        request = Request(
+            id=f"scratch-{i}", prompt=(0,) * context, params=SamplingParams(seed=i), token_ids=[0], num_cached=context,
+            version=self.engine.adapter_version,
+        )  # fmt: skip
+        self.memory.take(request, pages)
+        return request
+
+    def close(self) -> None:
+        for request in self.requests:
+            self.memory.give(request)
+        self.engine.pool.flush()
+
+    def verify(self, count: int, each: int) -> None:
+        """One forward of `each` positions of `count` requests, draws, and the fold of all of them."""
+        requests, pool, replay = self.requests[:count], self.memory.pool, self.speculator.replay
+        assert replay is not None
+        drafted = None if each == 1 else Drafted(tokens=[(0,) * (each - 1)] * count, replay=replay)
+        with pool.forward():
+            batch = step_batch(self.memory, requests, [], drafted=drafted, positions=True)
+            versions, counts = [r.version for r in requests], [each] * count
+            adapters = StepAdapters.of(self.engine.store, versions, counts, pool.device)
+            taps = Taps(self.runner.model, self.speculator.at.config.target_layer_ids)
+            residual, _ = self.runner.model.hidden(batch, adapters, after_layer=taps)
+            self.speculator.write_context(batch, taps, versions, counts)
+            rows_T = torch.arange(count, device=pool.device).repeat_interleave(each)
+            tokens, _, _ = sample(self.runner.model.logits(residual), self.sampling.rows(rows_T), rows_T)
+            tokens.tolist()  # as an engine does: the host has to know what is kept
+            if batch.verify is not None:
+                rows = pool.slot_rows([r.slot for r in requests]).tolist()
+                replay.fold_(pool.states, pool.windows, rows, counts, batch.verify.steps)
+        self._wait()
+
+    def draft(self, count: int) -> None:
+        """A block for each of `count` requests."""
+        limits = np.full(count, self.speculator.at.longest - 1, dtype=np.int64)
+        at_B = torch.arange(count, device=self.memory.pool.device)
+        with self.memory.pool.forward():
+            self.speculator.propose(self.memory, self.requests[:count], limits, self.sampling.rows(at_B))
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.memory.pool.device.type == "cuda":
+            torch.cuda.synchronize()
