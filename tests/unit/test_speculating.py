@@ -1,0 +1,51 @@
+"""rollout.speculative: what is refused, and what an engine is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from miles_k3.assemble import load_engine
+from miles_k3.errors import ConfigError, EngineError
+from miles_k3.recipe import load_recipe
+from miles_k3.rollout.speculative.engine_costs import measure_engine
+from miles_k3.rollout.speculative.planner.choice import PlanMode
+from miles_k3.world import ALONE
+
+DRAFT = Path(__file__).resolve().parents[2] / "assets" / "tiny-k3-draft"
+ON = ("rollout.speculative.mode=verify_all", f"rollout.speculative.draft={DRAFT}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (("rollout.speculative.mode=trim",), "rollout.speculative.draft is null"),
+        (("rollout.speculative.train=true",), "rollout.speculative.mode is off, so nothing drafts"),
+        ((*ON, "rollout.speculative.costs=costs.json"), "only trim looks at costs"),
+        ((*ON, "rollout.speculative.verify_tokens=511"), "have 512 positions; set that or more"),
+        ((*ON, "rollout.engine=sglang"), "only the embedded one drafts"),
+        ((*ON, "rollout.speculative.num_draft_tokens=0"), "num_draft_tokens"),
+    ],
+)
+def test_what_does_not_go_together(changes: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_recipe("tiny-cpu", changes)
+
+
+def test_a_trimming_engine_measures_costs_and_forgets_the_measuring() -> None:
+    recipe = load_recipe(
+        "tiny-cpu",
+        [*ON, "rollout.speculative.mode=trim", "rollout.max_running=5", "rollout.speculative.num_draft_tokens=3"],
+    ).recipe
+    engine = load_engine(recipe, ALONE)
+    planner = engine.speculator.planner  # type: ignore[union-attr]
+    assert planner.mode is PlanMode.TRIM
+    assert planner.profile is not None
+    assert [c.requests for c in planner.profile.curves] == [1, 4, 5]
+    assert [c.positions for c in planner.profile.curves] == [tuple(n * k for k in range(1, 5)) for n in (1, 4, 5)]
+    assert engine.pool.num_held == 0
+    assert not any(engine.stats()[name] for name in ("verify_steps", "drafted_tokens", "generated_tokens"))
+    engine.speculator = None
+    with pytest.raises(EngineError, match="an engine that speculates"):
+        measure_engine(engine)
