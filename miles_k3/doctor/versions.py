@@ -52,7 +52,7 @@ def check_versions(found: Findings, constraints: Path = ROOT / "constraints.txt"
 
 
 def check_sglang(found: Findings, *, wanted: bool) -> None:
-    """SGLang: installed, and the release that the plugin was verified with; it fails only where a recipe asks for it."""
+    """SGLang: installed, and the release that was verified; it fails only where a recipe asks for it."""
     installed = _installed("sglang")
     text, fix = installed or "not installed", f"{_INSTALL_SGLANG} in an environment of its own"
     if installed == VERIFIED:

@@ -1,0 +1,184 @@
+"""Steps on the golden checkpoint: SGLang against its stored figures, itself, and the embedded engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from miles_k3.k3.config import K3Config
+from miles_k3.rollout.sglang.backend import Backend
+from miles_k3.rollout.sglang.engine import SglangEngine
+from miles_k3.sglang_ladder import measures
+from miles_k3.sglang_ladder.models import (
+    ADAPTER,
+    arguments_for,
+    golden_adapter,
+    golden_checkpoint,
+    golden_scores,
+    recipe_for,
+)
+from miles_k3.sglang_ladder.report import Report
+from miles_k3.types import SamplingParams
+
+MEAN, CORRELATION = 0.05, 0.998  # of a right fp32 implementation against the stored figures
+SELF_MEAN = 0.02  # of SGLang against the stored figures of itself; it repeats itself within 0.008 to 0.010
+STEPS_OF_LEAK, LEAK_BYTES = 20, 64 << 20
+
+
+class Recorded:
+    """A backend that remembers how many prompt tokens the last request took from the cache."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.cached_tokens = backend, -1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    async def generate(self, *arguments: Any, **options: Any) -> Mapping[str, Any]:
+        answer = await self._backend.generate(*arguments, **options)
+        self.cached_tokens = int(answer["meta_info"].get("cached_tokens", -1))
+        return answer
+
+
+def started(arguments: Mapping[str, Any], config: K3Config) -> Backend:
+    from miles_k3.rollout.sglang.running import RunningSglang
+
+    return RunningSglang(arguments, config)
+
+
+@contextmanager
+def golden_engine(work: Path, *, graphs: bool) -> Iterator[tuple[SglangEngine, Recorded, K3Config, Path]]:
+    folder = golden_checkpoint(work)
+    config = K3Config.from_folder(folder)
+    recipe = recipe_for(folder, max_running=16, prompt=512, new=256, cuda_graphs=graphs)
+    arguments = arguments_for(recipe, config, enable_memory_saver=True, enable_weights_cpu_backup=True)
+    backend = Recorded(started(arguments, config))
+    engine = SglangEngine(
+        cast("Backend", backend), config, tokenizer=None, adapter_config=ADAPTER, max_lora_rank=ADAPTER.rank,
+        max_sequence_tokens=768, memory_saver=True,
+    )  # fmt: skip
+    try:
+        yield engine, backend, config, folder
+    finally:
+        engine.close()
+
+
+def golden(work: Path, report: Report) -> None:
+    """With CUDA graphs: everything that this checkpoint can show."""
+    with golden_engine(work, graphs=True) as (engine, backend, config, folder):
+        tensors = golden_adapter(folder)
+        _agreement(engine, tensors, report)
+        _embedded(config, folder, tensors, engine, report)
+        _swaps(engine, backend, tensors, report)
+        _sleeps(engine, report)
+        _leaks(engine, tensors, report)
+
+
+def golden_eager(work: Path, report: Report) -> None:
+    """Without CUDA graphs: the same figures again."""
+    with golden_engine(work, graphs=False) as (engine, _, _, folder):
+        _agreement(engine, golden_adapter(folder), report)
+
+
+def _agreement(engine: SglangEngine, tensors: measures.Adapter, report: Report) -> None:
+    prompts, _, base, _ = golden_scores("base")
+    _, continuations, lora, lora_decode = golden_scores("lora")
+    noise = measures.noise(engine, prompts)
+    scores = measures.scores_of_versions(engine, ADAPTER, tensors, prompts)
+    zero = measures.closeness(scores["zero_b"], scores["base"])
+    report.note(noise=noise, zero_b=zero, moved=measures.closeness(scores["adapter"], scores["base"]))
+    report.check("zero-B adapter against base, mean", zero["mean"], limit=max(2 * noise["mean"], SELF_MEAN))
+    for name, ours, theirs in (("base", scores["base"], base), ("adapter", scores["adapter"], lora)):
+        found = measures.closeness(ours, theirs)
+        report.note(**{f"{name}_against_stored": found})
+        report.check(f"{name} against SGLang's stored scores, mean", found["mean"], limit=SELF_MEAN)
+        report.check(f"{name}, correlation", found["correlation"], limit=CORRELATION, at_least=True)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=len(continuations[0]))
+    answers = measures.answers(engine, prompts, greedy, [None] * len(prompts))
+    same = [
+        next((i for i, (a, b) in enumerate(zip(ours.token_ids, theirs, strict=True)) if a != b), len(theirs))
+        for ours, theirs in zip(answers, continuations, strict=True)
+    ]
+    starts = [(a.logprobs[:n], t[:n]) for a, t, n in zip(answers, lora_decode, same, strict=True) if n]
+    decode = measures.closeness([torch.tensor(a) for a, _ in starts], [t for _, t in starts])
+    report.note(decode_against_stored=decode, decode_common_tokens=same)
+    report.check("adapter, decoded tokens in common with the stored", sum(same), limit=8, at_least=True)
+    report.check("adapter, their log-probabilities, mean", decode["mean"], limit=MEAN)
+
+
+def _embedded(config: K3Config, folder: Path, tensors: measures.Adapter, engine: SglangEngine, report: Report) -> None:
+    """Our own engine on the same GPU, base and adapter, in fp32: it equals the adapter merged into the weights."""
+    from miles_k3.adapters.update import make_update
+    from miles_k3.k3.weights import load_base
+    from miles_k3.rollout.embedded.engine import EmbeddedEngine
+
+    prompts = golden_scores("base")[0]
+    base = load_base(folder, config, dtype=torch.float32, device=torch.device("cuda"), base_dtype="bf16")
+    own = EmbeddedEngine(base, config, max_lora_rank=ADAPTER.rank, max_sequence_tokens=768, max_running=8)
+    own.load_adapter(make_update(0, ADAPTER, dict(tensors)))
+    found = measures.closeness(engine.score(prompts), own.score(prompts))
+    report.note(adapter_against_embedded_fp32=found)
+    report.check("adapter against the embedded engine in fp32, mean", found["mean"], limit=MEAN)
+    report.check(
+        "adapter against the embedded engine, correlation", found["correlation"], limit=CORRELATION, at_least=True
+    )
+    own.close()
+    del own, base
+    torch.cuda.empty_cache()
+
+
+def _swaps(engine: SglangEngine, backend: Recorded, tensors: measures.Adapter, report: Report) -> None:
+    prompts: Sequence[list[int]] = golden_scores("base")[0]
+    on_gpu = {name: t.cuda() for name, t in tensors.items()}
+
+    def another(scale: float = 1.0) -> Any:
+        chosen = {n: t * scale if ".lora_B." in n else t for n, t in on_gpu.items()}
+        return measures.next_update(engine, ADAPTER, chosen)
+
+    engine.load_adapter(another(0.5))
+    mixed = measures.mixed_batch(engine, prompts, 16)
+    report.note(mixed_batch=mixed)
+    report.check("versions in one batch against alone, mean", mixed["mean"], limit=MEAN)
+    report.check("versions in one batch, right ones", float(mixed["versions_right"]), limit=1, at_least=True)
+    report.check("tokens that two versions share", mixed["common_tokens_of_two_versions"], limit=16 * len(prompts) - 1)
+    hits = measures.prefix_hits(engine, lambda: backend.cached_tokens, prompts[0], lambda: another(2.0))
+    report.note(prefix_hits=hits)
+    report.check("prompt tokens from the cache, the same version", hits["again"], limit=1, at_least=True)
+    report.check("prompt tokens from the cache, the next version", hits["next_version"], limit=0)
+    report.note(swap_small_adapter=measures.swap_seconds(engine, another, prompts[0], 5))
+
+
+def _sleeps(engine: SglangEngine, report: Report) -> None:
+    prompts = golden_scores("base")[0]
+    before = engine.score(prompts)
+    awake = _free_bytes()
+    engine.sleep()
+    asleep = _free_bytes()
+    engine.wake()
+    again = measures.closeness(engine.score(prompts), before)
+    report.note(sleep_frees_bytes=asleep - awake, scores_after_wake=again)
+    report.check("sleep frees memory, bytes", asleep - awake, limit=64 << 20, at_least=True)
+    report.check("scores after sleep and wake, mean", again["mean"], limit=SELF_MEAN)
+
+
+def _leaks(engine: SglangEngine, tensors: measures.Adapter, report: Report) -> None:
+    on_gpu = {name: t.cuda() for name, t in tensors.items()}
+    swap: Callable[[], Any] = lambda: measures.next_update(engine, ADAPTER, on_gpu)  # noqa: E731
+    prompt = golden_scores("base")[0][0]
+    measures.swap_seconds(engine, swap, prompt, 3)
+    before = _free_bytes()
+    measures.swap_seconds(engine, swap, prompt, STEPS_OF_LEAK)
+    lost = before - _free_bytes()
+    report.note(lost_bytes=lost, swaps=STEPS_OF_LEAK)
+    report.check(f"bytes lost over {STEPS_OF_LEAK} swaps", lost, limit=LEAK_BYTES)
+
+
+def _free_bytes() -> int:
+    """Of the whole GPU, whichever process holds the rest."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]

@@ -1,0 +1,41 @@
+"""The ladder's steps by name, and what of them can be tried without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from miles_k3.k3.config import K3Config
+from miles_k3.rollout.sglang.commands import command_line
+from miles_k3.sglang_ladder.report import Report
+
+
+def steps() -> dict[str, Callable[[Path, Report], None]]:
+    """Name -> what a process of its own does with a work folder and its report."""
+    from miles_k3.sglang_ladder.golden import golden, golden_eager
+    from miles_k3.sglang_ladder.ten_steps import ten_steps
+    from miles_k3.sglang_ladder.wide import wide_base, wide_lora
+
+    return {
+        "golden": golden, "golden-eager": golden_eager, "wide-base": wide_base, "wide-lora": wide_lora, "rl": ten_steps,
+    }  # fmt: skip
+
+
+def dry_run(chosen: Sequence[str], work: Path) -> Iterator[str]:
+    """Make the models and judge the arguments of some steps; a line each. Raises what a step would stumble over."""
+    from miles_k3.sglang_ladder.models import arguments_for, golden_adapter, golden_checkpoint, recipe_for, wide_model
+    from miles_k3.sglang_ladder.ten_steps import small_model, small_recipe
+
+    for step in chosen:
+        if step.startswith("golden"):
+            folder = golden_checkpoint(work)
+            detail = f"{len(golden_adapter(folder))} adapter tensors"
+            recipe = recipe_for(folder, max_running=16, prompt=512, new=256, cuda_graphs=step == "golden")
+        elif step.startswith("wide"):
+            folder, detail = wide_model(work), "config only"
+            recipe = recipe_for(folder, max_running=64, prompt=256, new=128, memory_fraction=0.6)
+        else:
+            folder, detail = small_model(work), "with the tiny tokenizer"
+            recipe = small_recipe(work, folder)
+        words = command_line(arguments_for(recipe, K3Config.from_folder(folder)))
+        yield f"{step}: {detail}; {' '.join(words)}"

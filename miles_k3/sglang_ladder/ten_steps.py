@@ -1,0 +1,89 @@
+"""Ten RL steps of a small recipe: Megatron trainer and SGLang on one GPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from miles_k3.config import Recipe
+from miles_k3.protocols import Engine
+from miles_k3.sglang_ladder.models import RL_SHAPE, ROOT, checkpoint
+from miles_k3.sglang_ladder.report import Report
+from miles_k3.types import AdapterUpdate
+
+STEPS, MISMATCH, KEPT_BYTES = 10, 2e-2, 32 << 20
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class Watched:
+    """An engine that notes how much memory the trainer's process has allocated after each hand-over."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.allocated: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def load_adapter(self, update: AdapterUpdate) -> None:
+        before = torch.cuda.memory_allocated()
+        self._engine.load_adapter(update)
+        torch.cuda.synchronize()
+        self.allocated.append(torch.cuda.memory_allocated() - before)
+
+
+def small_model(work: Path) -> Path:
+    """A K3 that SGLang's kernels take, with the tiny model's tokenizer."""
+    folder = checkpoint(work / "rl", RL_SHAPE)
+    for name in _TOKENIZER:
+        shutil.copy(ROOT / "assets" / "tiny-k3" / name, folder / name)
+    return folder
+
+
+def small_recipe(work: Path, folder: Path) -> Recipe:
+    from miles_k3.recipe import load_recipe
+
+    rows = work / "sums.jsonl"
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    rows.write_text("".join(json.dumps({"prompt": f"{a} + {b} =", "answer": str(a + b)}) + "\n" for a, b in pairs))
+    changes = {
+        "run.folder": work / "runs", "run.name": "rl", "run.steps": STEPS, "run.save_every": 0, "eval.prompts": 0,
+        "model.path": folder, "model.dtype": "bfloat16", "model.device": "cuda", "lora.rank": 16, "lora.alpha": 32.0,
+        "task.name": f"jsonl:{rows}", "task.params": "{}", "task.scorer": "exact", "rollout.engine": "sglang",
+        "rollout.prompts_per_step": 8, "rollout.group_size": 4, "rollout.max_running": 32, "rollout.num_pages": 2048,
+        "rollout.sleep_while_training": True, "rollout.sglang.memory_fraction": 0.3, "trainer.lr": 1e-3,
+        "algorithm.drop_equal_groups": False, "algorithm.advantage": "none",
+        "algorithm.entropy_coef": 0.01,  # moves the adapter also where no answer is right
+    }  # fmt: skip
+    return load_recipe("tiny-cpu", [f"{key}={value}" for key, value in changes.items()]).recipe
+
+
+def ten_steps(work: Path, report: Report) -> None:
+    from miles_k3.assemble import make_engine
+    from miles_k3.loop import run_training
+    from miles_k3.run_folder import RunFolder
+
+    recipe = small_recipe(work, small_model(work))
+    shutil.rmtree(work / "runs" / "rl", ignore_errors=True)
+    watched: list[Watched] = []
+
+    def engine(recipe: Recipe, model: Any) -> Any:
+        watched.append(Watched(make_engine(recipe, model)))
+        return watched[0]
+
+    with RunFolder.create(recipe) as run:
+        run_training(recipe, run, new_engine=engine)
+        lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    mismatch = [line["train/mismatch_abs"] for line in lines if "train/mismatch_abs" in line]
+    report.note(
+        mismatch_abs=mismatch, kept_after_sync_bytes=watched[0].allocated,
+        step_s=[line["time/step"] for line in lines if "time/step" in line],
+        sync_load_s=[line["sync/load_s"] for line in lines if "sync/load_s" in line],
+    )  # fmt: skip
+    report.check("steps that were trained", len(mismatch), limit=STEPS, at_least=True)
+    report.check("trainer against engine, largest mean |dlogprob|", max(mismatch, default=float("nan")), limit=MISMATCH)
+    report.check("bytes that a hand-over leaves allocated", max(watched[0].allocated[1:]), limit=KEPT_BYTES)

@@ -1,0 +1,216 @@
+"""Each hook on SGLang's own classes: what they do without it, then with it. Run as a process of its own; prints JSON.
+
+    python tests/helpers/sglang_hooks.py      in SGLang's environment, with the stubs first on PYTHONPATH
+
+What is around a class stands in for the real thing; the class itself, and the method that is hooked, are SGLang's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from miles_k3.rollout.sglang.hooks import (
+    config_aliases,
+    expert_capture,
+    expert_lora,
+    graph_buffers,
+    hidden_dims,
+    moe_front,
+    output_gate,
+    report,
+)
+
+
+def outcome(work: Callable[[], Any]) -> Any:
+    """What it gives, or the error that it ends with."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - the error is what is looked at
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def bare(kind: type, **attributes: Any) -> Any:
+    """An instance without its constructor's work."""
+    made = kind.__new__(kind)
+    if isinstance(made, torch.nn.Module):
+        torch.nn.Module.__init__(made)
+    for name, value in attributes.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _aliases() -> Any:
+    from sglang.srt.configs.kimi_linear import KimiLinearConfig
+
+    config = KimiLinearConfig(num_experts_per_token=16, num_shared_experts=2)
+    return [config.num_experts_per_tok, config.n_shared_experts]
+
+
+def _dims() -> Any:
+    from sglang.srt.lora.utils import get_hidden_dim
+    from sglang.srt.models.kimi_k3 import KimiK3ForConditionalGeneration
+
+    text = SimpleNamespace(
+        hidden_size=7168, moe_intermediate_size=3072, intermediate_size=33792, first_k_dense_replace=1,
+        moe_layer_freq=1, num_shared_experts=2, n_shared_experts=2, num_attention_heads=96, v_head_dim=128,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, q_lora_rank=1536, kv_lora_rank=512, vocab_size=100, head_dim=256,
+        routed_expert_hidden_size=3584,
+        linear_attn_config={"full_attn_layers": [4], "num_heads": 64, "head_dim": 128},
+    )  # fmt: skip
+    model = bare(KimiK3ForConditionalGeneration, config=SimpleNamespace(text_config=text))
+    return [list(get_hidden_dim(name, text, model, 1)) for name in ("gate_up_proj_moe", "down_proj_moe", "o_proj")]
+
+
+def _gate() -> Any:
+    """o_proj under LoRA of an attention whose gate is 0 before the sigmoid: half of the input should come through."""
+    from sglang.srt.lora.layers import RowParallelLinearWithLoRA
+    from sglang.srt.models.kimi_k3 import KimiK3MLAAttention
+
+    o_proj = SimpleNamespace(
+        input_is_parallel=True, tp_rank=0, tp_size=1, skip_bias_add=False, bias=None, reduce_results=False,
+        use_dp_attention_reduce=False, quant_method=SimpleNamespace(apply=lambda layer, x, bias=None: x),
+    )  # fmt: skip
+    attention = bare(KimiK3MLAAttention)
+    KimiK3MLAAttention.__init__(attention, o_proj)
+    wrapper = bare(
+        RowParallelLinearWithLoRA, base_layer=o_proj, set_lora=False, lora_backend=SimpleNamespace(batch_info=None)
+    )
+    attention._gate_hidden_states = torch.zeros(1, 2)
+    return RowParallelLinearWithLoRA.forward(wrapper, torch.ones(1, 2))[0].tolist()
+
+
+def _gate_stub() -> None:
+    """In the place of the attention's long constructor; the hook wraps whatever is there."""
+    from sglang.srt.models.kimi_k3 import KimiK3MLAAttention
+
+    def init(self: Any, o_proj: Any) -> None:
+        for name, value in {
+            "use_output_gate": True, "o_proj": o_proj, "_gate_precomputed": None, "g_proj": lambda h: (h, None)
+        }.items():  # fmt: skip
+            object.__setattr__(self, name, value)
+
+    KimiK3MLAAttention.__init__ = init
+
+
+def _front() -> Any:
+    """Whether the MoE's front was merged, with LoRA on the shared experts."""
+    from sglang.srt.models.kimi_k3 import KimiK3MoE
+
+    part = lambda rows: SimpleNamespace(weight=torch.nn.Parameter(torch.zeros(rows, 8, dtype=torch.bfloat16)))  # noqa: E731
+    moe = bare(
+        KimiK3MoE, use_latent_moe=True, shared_experts=SimpleNamespace(gate_up_proj=part(4)), gate=part(2),
+        routed_expert_down_proj=part(3), _front_w=None,
+    )  # fmt: skip
+    KimiK3MoE._merge_front_weights(moe)
+    return moe._front_w is not None
+
+
+def _front_stub() -> None:
+    import sglang.srt.runtime_context as context
+    from sglang.srt.models import kimi_k3
+
+    lora = SimpleNamespace(enable_lora=True, lora_target_modules={"gate_up_proj", "down_proj"})
+    context.get_server_args = lambda: lora
+    kimi_k3.get_moe_a2a_backend = lambda: SimpleNamespace(is_none=lambda: True)
+
+
+def _experts() -> Any:
+    """The LoRA wrapper over packed MXFP4 experts with SiTU: its runner, and whether it takes gates and ups as woven."""
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+    from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
+    from sglang.srt.lora.layers import FusedMoEWithLoRA
+
+    method = bare(Mxfp4MoEMethod, use_marlin=True, hidden_pad=0)
+    layer = torch.nn.Module()
+    for name, value in {
+        "quant_method": method, "dispatcher": SimpleNamespace(local_expert_mapping=None, num_experts=2),
+        "num_local_experts": 2, "should_fuse_routed_scaling_factor_in_topk": False, "moe_tp_size": 1,
+        "moe_tp_rank": 0, "intermediate_size_per_partition": 128, "hidden_size": 256, "w13_weight": torch.zeros(1),
+        "w2_weight": torch.zeros(1), "w13_weight_scale": torch.zeros(1), "w2_weight_scale": torch.zeros(1),
+        "moe_runner_config": MoeRunnerConfig(activation="situ", gemm1_alpha=4.0, gemm1_clamp_limit=25.0),
+    }.items():  # fmt: skip
+        setattr(layer, name, value)
+    wrapper = FusedMoEWithLoRA(layer, SimpleNamespace(is_moe_lora=False))
+    kept = layer.quant_method is method and wrapper.quant_method is method
+    return [type(wrapper._lora_runner.runner_core).__name__, wrapper._uses_interleaved_gate_up, kept]
+
+
+def _experts_stub() -> None:
+    import sglang.srt.layers.moe.utils as utils
+    from sglang.srt.layers.moe import MoeRunnerBackend
+
+    utils.get_moe_runner_backend = lambda: MoeRunnerBackend.MARLIN
+
+
+def _buffers() -> Any:
+    from sglang.srt.lora.backend.base_backend import BaseLoRABackend
+
+    experts = SimpleNamespace(top_k=2, num_experts=4, intermediate_size_per_partition=128, hidden_size=256)
+    packed = SimpleNamespace(w13_qweight=torch.zeros(4, 16, 512), w2_qweight=torch.zeros(4, 8, 512))
+    backend = bare(BaseLoRABackend)
+    BaseLoRABackend.init_cuda_graph_moe_buffers(
+        backend, 3, 2, torch.bfloat16, SimpleNamespace(base_layer=experts, _quant_info=packed)
+    )
+    return [list(backend.moe_cg_buffers[f"intermediate_cache{i}"].shape) for i in (1, 2, 3)]
+
+
+def _capture() -> Any:
+    from sglang.srt.models.kimi_k3 import KimiK3MoE
+
+    moe = bare(KimiK3MoE)
+    KimiK3MoE.__init__(moe, 7)
+    return moe.topk.layer_id
+
+
+def _capture_stub() -> None:
+    from sglang.srt.models.kimi_k3 import KimiK3MoE
+
+    def init(self: Any, layer_idx: int) -> None:
+        object.__setattr__(self, "layer_idx", layer_idx)
+        object.__setattr__(self, "topk", SimpleNamespace(layer_id=None))
+
+    KimiK3MoE.__init__ = init
+
+
+def _told() -> Any:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    return Scheduler.get_internal_state(bare(Scheduler), None).internal_state.get(report.KEY)
+
+
+def _told_stub() -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    Scheduler.get_internal_state = lambda self, request: SimpleNamespace(internal_state={})
+
+
+CASES: dict[str, tuple[Any, Callable[[], Any], Callable[[], None] | None]] = {
+    "config_aliases": (config_aliases, _aliases, None),
+    "hidden_dims": (hidden_dims, _dims, None),
+    "output_gate": (output_gate, _gate, _gate_stub),
+    "moe_front": (moe_front, _front, _front_stub),
+    "expert_lora": (expert_lora, _experts, _experts_stub),
+    "graph_buffers": (graph_buffers, _buffers, None),
+    "expert_capture": (expert_capture, _capture, _capture_stub),
+    "report": (report, _told, _told_stub),
+}
+
+
+def main() -> None:
+    found = {}
+    for name, (hook, work, stub) in CASES.items():
+        if stub is not None:
+            stub()
+        without = outcome(work)
+        hook.install()
+        found[name] = [without, outcome(work)]
+    print("FOUND", json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Each hook on SGLang's own classes: the fault without it, and that it is gone with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_k3.rollout.sglang.hooks import hook_names
+
+HERE = Path(__file__).parent
+# hook -> what SGLang's own code gives without it, and with it
+EXPECTED: dict[str, tuple[Any, Any]] = {
+    "config_aliases": ("AttributeError", [16, 2]),
+    "hidden_dims": ([[7168, 6144], [3072, 7168], [12288, 7168]], [[3584, 6144], [3072, 3584], [8192, 7168]]),
+    "output_gate": ([[1.0, 1.0]], [[0.5, 0.5]]),
+    "moe_front": (True, False),
+    "expert_lora": ("AssertionError", ["MarlinSituExperts", False, True]),
+    "graph_buffers": ("AttributeError", [[3, 2, 256], [6, 128], [3, 2, 256]]),
+    "expert_capture": (None, 7),
+    "report": (None, list(hook_names())),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """From one process that puts the hooks in one after the other: importing SGLang takes half a minute."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE / "stubs"), str(HERE.parents[1])])}
+    script = HERE.parent / "helpers" / "sglang_hooks.py"
+    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("FOUND ")]
+    return json.loads(line.removeprefix("FOUND "))
+
+
+@pytest.mark.parametrize("name", hook_names())
+def test_a_hook_and_its_absence(name: str, found: dict[str, list[Any]]) -> None:
+    without, with_hook = found[name]
+    expected_without, expected_with = EXPECTED[name]
+    if isinstance(expected_without, str):
+        assert str(without).startswith(expected_without), without
+    else:
+        assert without == expected_without
+    assert with_hook == expected_with
