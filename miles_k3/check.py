@@ -118,9 +118,8 @@ def _check_weights(found: Findings, recipe: Recipe, folder: Path, config: K3Conf
             found.add("weights", False, f"and {len(problems) - 10} more tensors")
         if not problems:
             files = {header.file for header in checkpoint.headers.values()}
-            found.add(
-                "weights", True, f"{len(checkpoint.headers)} tensors in {len(files)} files, headers and sizes right"
-            )
+            counted = f"{len(checkpoint.headers)} tensors in {len(files)} file{'s'[: len(files) != 1]}"
+            found.add("weights", True, f"{counted}, headers and sizes right")
 
 
 def _check_tokenizer(found: Findings, recipe: Recipe, config: K3Config | None) -> Any | None:

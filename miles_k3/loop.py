@@ -231,7 +231,7 @@ def _nothing_left(step: int, recipe: Recipe) -> str:
     way = "raise run.steps to go on"
     if recipe.trainer.lr_decay != "constant":  # such a run keeps its length
         way = "go on in a new run, with --set run.name=OTHER --set lora.init_from=ADAPTER"
-    return f"the run has made {step} steps already and run.steps is {recipe.run.steps}, so no step is left; {way}"
+    return f"the run is at step {step} and run.steps is {recipe.run.steps}, so no step is left; {way}"
 
 
 def _how_to_go_on(step: int, stopped: signal.Signals, run: RunFolder) -> str:

@@ -205,7 +205,7 @@ def test_a_start_that_failed_can_be_mended_and_made_again(
     assert done.errors[0].startswith("error: trainer.lr: the run in")
     again = train(resume=True)
     assert again.code == 0
-    assert "the run has made 1 steps already and run.steps is 1" in again.err
+    assert "the run is at step 1 and run.steps is 1" in again.err
     assert len(metrics(tmp_path)) == 2, "nothing lost, nothing twice"
 
 

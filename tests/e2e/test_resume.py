@@ -53,6 +53,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
     raise AssertionError(f"step {step} never came")
 
 
+@pytest.mark.slow  # the next one kills a run, too, at a worse moment
 def test_killed_during_a_step(tmp_path: Path, uninterrupted: list[dict]) -> None:
     process = start(train_command(tmp_path, *STEPS), **ENV)
     wait_for_step(tmp_path, 3, process)
@@ -74,6 +75,7 @@ def test_killed_while_a_checkpoint_is_written(tmp_path: Path, uninterrupted: lis
     assert read_results(tmp_path) == uninterrupted
 
 
+@pytest.mark.slow  # tests/unit/test_stop.py has the signals, test_torchrun.py a run that goes on
 def test_terminated_run_ends_with_a_checkpoint_and_goes_on(tmp_path: Path, uninterrupted: list[dict]) -> None:
     # Saves nothing by itself, so that what is there came from the signal.
     process = start(train_command(tmp_path, *STEPS, "run.save_every=0"), **ENV)

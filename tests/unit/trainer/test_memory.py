@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,8 +21,17 @@ def batch(seed: int = 0) -> TrainBatch:
     return train_batch(mini_batch(micro_batch(random_tokens((9, 17, 5), seed=seed), seed=seed)))
 
 
+@pytest.fixture
+def _older_objects_set_aside() -> Iterator[None]:
+    """What other tests left is not looked through after every step."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def live_bytes() -> int:
-    """Bytes of all tensors that Python can reach, each storage once."""
+    """Bytes of the tensors that Python can reach, each storage once."""
     gc.collect()
     held = {}
     for thing in gc.get_objects():
@@ -85,6 +95,7 @@ def trained_and_synced(
     return found
 
 
+@pytest.mark.usefixtures("_older_objects_set_aside")
 def test_memory_is_at_its_baseline_after_every_sync() -> None:
     trainer = tiny_trainer(calm=True)
     trainer.load_adapter(adapter_tensors())

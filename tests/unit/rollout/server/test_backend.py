@@ -91,10 +91,13 @@ def test_tokens_arrive_in_order_and_once_streaming_or_not() -> None:
 def test_closing_ends_what_runs() -> None:
     engine = ScriptedEngine("never said", pause=threading.Event())
 
+    generations: list[Generation] = []
+
     async def use(backend: Backend) -> None:
-        backend.generate([1], PARAMS, version=-1, ready=asyncio.Event(), streams=True)
+        generations.append(backend.generate([1], PARAMS, version=-1, ready=asyncio.Event(), streams=True))
         while not engine.running:
             await asyncio.sleep(0.001)
 
     with_backend(engine, use)
     assert not engine.running
+    assert generations[0].ended, "who waits for it is told"

@@ -84,6 +84,11 @@ def test_bodies() -> None:
         refusal(client.post(path, content=pieces, headers=kind), 413)  # chunked: no length announced
         tar = {"content-type": "application/x-tar"}
         refusal(client.post("/v1/adapters/upload", content=b"x" * 3001, headers=tar), 413)
+        refusal(client.post("/v1/adapters/upload", content=b"x" * 2500, headers=tar), 400, "bad_adapter")
+        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as announcing:
+            announcing.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 2001\r\n\r\n")
+            announcing.settimeout(PATIENCE_S)
+            assert announcing.recv(100).startswith(b"HTTP/1.1 413"), "before any of it was sent"
         for body in (b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 1900, b'{"model": NaN}'):
             refusal(client.post(path, content=body, headers=kind), 400)
         for body in (b"\xff{", b"[" * 1900):
@@ -238,6 +243,17 @@ def test_an_engine_that_fails_is_an_error_of_the_server_and_the_server_goes_on()
         message = refusal(httpx.post(f"{running.url}/v1/completions", json=body), 500, "engine_failed")
         assert "no such luck" in message
         assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 200
+
+
+def test_what_nobody_foresaw_tells_no_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("secret")
+
+    with running_server(ScriptedEngine("hi")) as running:
+        monkeypatch.setattr(running.server.adapters.names, "served", fail)
+        message = refusal(httpx.get(f"{running.url}/v1/adapters"), 500)
+        assert message == "the server failed on this request; its log says why"
+        assert httpx.get(f"{running.url}/health").status_code == 200
 
 
 def test_a_version_that_the_engine_has_replaced_meanwhile_is_not_found() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,14 @@ def test_generate_streams_the_same_tokens(client: httpx.Client) -> None:
     assert {e["finish_reason"] for e in events[:-1]} <= {None}
 
 
+def test_generate_stops_at_the_tokens_it_is_given(client: httpx.Client) -> None:
+    free = generate(client)["output_ids"]
+    at = next(i for i in range(3, len(free)) if free[i] not in free[:i])
+    cut = generate(client, sampling_params={**DRAWN, "stop_token_ids": [511, free[at]]})
+    assert cut["output_ids"] == free[: at + 1]
+    assert cut["finish_reason"] == "stop"
+
+
 def test_every_endpoint_uses_the_newest_adapter_and_pins_others(client: httpx.Client) -> None:
     base = generate(client)
     assert load(client, "a0", name="first")["version"] == 0
@@ -139,9 +148,15 @@ def test_an_unloaded_version_is_gone_for_new_requests(client: httpx.Client) -> N
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "adapter_not_found"
     assert load(client, "a2")["version"] == 2
+    assert load(client, "a3")["replaced"] == load(client, "a0")["replaced"] == [], (
+        "both slots are free, the pinned one too"
+    )
 
 
-def test_an_upload_is_the_same_adapter(client: httpx.Client, root: Path) -> None:
+def test_an_upload_is_the_same_adapter(
+    client: httpx.Client, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     first = load(client, "a0")
     answer = upload(client, tar_of(root / "a0"), name="sent", version=1)
     assert answer.status_code == 200, answer.text
@@ -150,6 +165,8 @@ def test_an_upload_is_the_same_adapter(client: httpx.Client, root: Path) -> None
     assert answer.json()["sha256"] != first["sha256"], "that of the update counts its version"
     old, new = generate(client, adapter_version=first["version"]), generate(client, model="sent")
     assert old["output_ids"] == new["output_ids"]
+    assert upload(client, b"nonsense").status_code == 400
+    assert list(tmp_path.iterdir()) == [], "what was uploaded is not kept"
 
 
 def test_bad_adapters_are_refused_and_nothing_changes(client: httpx.Client, root: Path, tmp_path: Path) -> None:
@@ -212,9 +229,13 @@ def test_a_tampered_upload_is_refused(client: httpx.Client, root: Path, tmp_path
         link = tarfile.TarInfo("adapter_config.json")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
-    answer = upload(client, archive.getvalue())
-    assert answer.status_code == 400
-    assert "expected the files adapter_config.json and adapter_model.safetensors" in answer.text
+    more = root / "more"
+    shutil.copytree(root / "a0", more)
+    (more / "README.md").touch()
+    for body in (archive.getvalue(), tar_of(more)):
+        answer = upload(client, body)
+        assert answer.status_code == 400
+        assert "expected the files adapter_config.json and adapter_model.safetensors" in answer.text
 
 
 @pytest.mark.parametrize(
