@@ -83,10 +83,14 @@ def model_config(recipe: Recipe) -> K3Config:
 
 def load_engine(recipe: Recipe, world: World) -> EmbeddedEngine:
     """An embedded engine with a base of its own, for a process that does not train. `world` is its place."""
+    model = load_model(recipe, world)
+    return make_embedded_engine(recipe, model, longest_sequence(recipe, model.config))
+
+
+def load_model(recipe: Recipe, world: World) -> Model:
+    """A base of its own and its tokenizer, for a process that does not train."""
     torch.set_num_threads(pick_threads(recipe.run.threads, world))
-    config = model_config(recipe)
-    model = _load_model(recipe, config, load_tokenizer(recipe.model.path), world)
-    return make_embedded_engine(recipe, model, _longest_sequence(recipe, config))
+    return _load_model(recipe, model_config(recipe), load_tokenizer(recipe.model.path), world)
 
 
 def load_recipe_engine(recipe: Recipe, world: World) -> Engine:
@@ -94,7 +98,7 @@ def load_recipe_engine(recipe: Recipe, world: World) -> Engine:
     if recipe.rollout.engine == "embedded":
         return load_engine(recipe, world)
     config = model_config(recipe)
-    return start_sglang_engine(recipe, config, load_tokenizer(recipe.model.path), _longest_sequence(recipe, config), 0)
+    return start_sglang_engine(recipe, config, load_tokenizer(recipe.model.path), longest_sequence(recipe, config), 0)
 
 
 def _load(recipe: Recipe, config: K3Config, world: World, stack: ExitStack) -> tuple[Model, GradedTask, RewardPool]:
@@ -118,13 +122,13 @@ def adapter_config(recipe: Recipe) -> AdapterConfig:
 
 def make_engine(recipe: Recipe, model: Model, world: World = ALONE) -> Engine:
     """The recipe's engine, on this rank's device."""
-    longest = _longest_sequence(recipe, model.config)
+    longest = longest_sequence(recipe, model.config)
     if recipe.rollout.engine == "sglang":
         return make_sglang_engine(recipe, model, world, longest)
     return make_embedded_engine(recipe, model, longest)
 
 
-def _longest_sequence(recipe: Recipe, config: K3Config) -> int:
+def longest_sequence(recipe: Recipe, config: K3Config) -> int:
     longest = recipe.task.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens
     if longest > config.max_position_embeddings:
         raise ConfigError(

@@ -20,6 +20,7 @@ from miles_k3.commands.plan import plan
 from miles_k3.commands.recipe import recipe_app
 from miles_k3.commands.serve import serve
 from miles_k3.commands.sglang import sglang_commands
+from miles_k3.commands.verify_lossless import verify_lossless
 from miles_k3.errors import MilesError, remedy
 
 app = typer.Typer(
@@ -37,6 +38,7 @@ app.command()(launch)
 app.command()(serve)
 app.command("sglang-commands")(sglang_commands)
 app.command()(doctor)
+app.command()(verify_lossless)
 app.command()(export)
 app.command("import")(import_peft)
 

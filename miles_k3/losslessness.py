@@ -1,0 +1,259 @@
+"""Whether speculation changes nothing: answers, their distribution, and the state that every commit leaves.
+
+Both engines serve from one base: one plain, one as the recipe says. Written to FOLDER/report.md and report.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from miles_k3.adapters.peft_io import load_peft
+from miles_k3.adapters.transport import publish
+from miles_k3.adapters.update import make_update
+from miles_k3.assemble import load_model, longest_sequence, make_embedded_engine
+from miles_k3.config import Recipe
+from miles_k3.config_speculative import SpeculativeSection
+from miles_k3.errors import ConfigError
+from miles_k3.files import write_text
+from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.speculative.audit import CommitAudit
+from miles_k3.rollout.speculative.taps import target_states
+from miles_k3.rollout.tasks.registry import make_task
+from miles_k3.types import Completion, SamplingParams
+from miles_k3.world import ALONE
+
+DEPTH = 4  # first tokens of an answer whose joint distribution is tested; the first is never drafted
+SIGMAS = 5.0  # that a statistic may be off
+TIES = {"float32": 1e-3, "bfloat16": 0.25}  # logits this close may be rounded either way by a batch of other rows
+SHIFT = 0.02  # that the distribution test has to see
+RARE = 5.0  # expected answers below which cells are one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greedy:
+    """Answers of both engines. `ties`: first differences where the two likeliest tokens are as close as rounding."""
+
+    prompts: int
+    tokens: int
+    same: int
+    ties: int
+    largest_gap: float
+    logprob_diff: float
+
+    @property
+    def passed(self) -> bool:
+        return self.same + self.ties == self.prompts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """Sampled answers' first tokens to one prompt against their exact probabilities. Statistics in standard deviations;
+    `visible`: by how much the likeliest answer's probability may be off before it is seen."""
+
+    samples: int
+    cells: int
+    likeliest: float
+    chi_square: float
+    worst_cell: float
+    visible: float
+
+    @property
+    def passed(self) -> bool:
+        return max(self.chi_square, self.worst_cell) < SIGMAS and self.visible <= SHIFT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Commits, and requests in them by the positions that they kept; `wrong` left another state than decode does."""
+
+    commits: int
+    kept: dict[int, int]
+    wrong: int
+
+    @property
+    def passed(self) -> bool:
+        return self.commits > 0 and self.wrong == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """All of it, with what the draft was worth: accepted tokens of a verify."""
+
+    greedy: Greedy
+    distributions: tuple[Distribution, ...]
+    states: States
+    mean_accepted: float
+
+    @property
+    def passed(self) -> bool:
+        return self.greedy.passed and self.states.passed and all(d.passed for d in self.distributions)
+
+
+def verify_lossless(
+    recipe: Recipe, adapter: Path | None, out: Path, *, num_prompts: int, samples: int, sampled_prompts: int
+) -> Report:
+    """Ask both engines, compare, and write the report. Raises ConfigError where the recipe doesn't speculate."""
+    if recipe.rollout.speculative.mode == "off":
+        raise ConfigError(
+            "rollout.speculative.mode is off: nothing to verify; add --set rollout.speculative.mode=verify_all and "
+            "--set rollout.speculative.draft=FOLDER"
+        )
+    model = load_model(recipe, ALONE)
+    off = recipe.rollout.model_copy(update={"speculative": SpeculativeSection()})
+    longest = longest_sequence(recipe, model.config)
+    plain = make_embedded_engine(recipe.model_copy(update={"rollout": off}), model, longest)
+    speculating = make_embedded_engine(recipe, model, longest)
+    if adapter is not None:
+        config, tensors = load_peft(adapter, model.config)
+        for engine in (plain, speculating):
+            publish(make_update(0, config, tensors), engine)
+    task = make_task(recipe.task, model.tokenizer, seed=recipe.run.seed)
+    prompts = [p.token_ids for p in task.next(num_prompts)]
+    most = min(recipe.rollout.sampling.max_new_tokens, plain.max_sequence_tokens - max(map(len, prompts)))
+    report = compare(
+        plain, speculating, prompts, max_new_tokens=most, stop=(model.config.eos_token_id,), samples=samples,
+        sampled_prompts=sampled_prompts, tie=TIES[recipe.model.dtype],
+    )  # fmt: skip
+    plain.close()
+    speculating.close()
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "report.json", json.dumps({"passed": report.passed, **asdict(report)}, indent=1) + "\n")
+    write_text(out / "report.md", markdown(report))
+    return report
+
+
+def compare(
+    plain: EmbeddedEngine, speculating: EmbeddedEngine, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
+    stop: tuple[int, ...], samples: int, sampled_prompts: int, tie: float,
+) -> Report:  # fmt: skip
+    """Every commit of `speculating` is audited, those of the sampled answers too."""
+    speculator = speculating.speculator
+    assert speculator is not None
+    audit = speculator.audit = CommitAudit(speculating.runner.model.conv_weights())
+    params = [SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, stop_token_ids=stop) for _ in prompts]
+    expected = _answers(plain, prompts, params)
+    greedy = _compare_greedy(plain, prompts, expected, _answers(speculating, prompts, params), tie)
+    chosen = _uncertain(plain, prompts, expected, sampled_prompts)
+    longest = DEPTH + speculator.at.config.block_size
+    found = tuple(_distribution(plain, speculating, prompt, samples, longest) for prompt in chosen)
+    stats = speculator.stats()
+    verifies = sum(count for name, count in stats.items() if name.startswith("verifies_accepting_"))
+    return Report(
+        greedy=greedy, distributions=found,
+        states=States(commits=audit.commits, kept=dict(sorted(audit.kept.items())), wrong=audit.wrong),
+        mean_accepted=stats["accepted_tokens"] / max(1, verifies),
+    )  # fmt: skip
+
+
+def _answers(
+    engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[Completion]:
+    async def run() -> list[Completion]:
+        return await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, params, strict=True)))
+
+    return asyncio.run(run())
+
+
+def _compare_greedy(
+    plain: EmbeddedEngine, prompts: Sequence[Sequence[int]], expected: Sequence[Completion],
+    found: Sequence[Completion], tie: float,
+) -> Greedy:  # fmt: skip
+    same, gaps, diff = 0, [], 0.0
+    for prompt, a, b in zip(prompts, expected, found, strict=True):
+        pairs = list(zip(a.token_ids, b.token_ids, strict=False))
+        at = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
+        for x, y in list(zip(a.logprobs, b.logprobs, strict=False))[:at]:
+            diff = max(diff, abs(x - y))
+        if at is None and len(a.token_ids) == len(b.token_ids):
+            same += 1
+        else:
+            cut = len(pairs) if at is None else at
+            gaps.append(_gap(plain, [*prompt, *a.token_ids[:cut]], a.token_ids[cut:], b.token_ids[cut:]))
+    return Greedy(
+        prompts=len(prompts), tokens=sum(len(a.token_ids) for a in expected), same=same,
+        ties=sum(gap <= tie for gap in gaps), largest_gap=max(gaps, default=0.0), logprob_diff=diff,
+    )  # fmt: skip
+
+
+def _gap(plain: EmbeddedEngine, sequence: Sequence[int], a: Sequence[int], b: Sequence[int]) -> float:
+    """How far apart the logits of two tokens are that both engines took for the likeliest."""
+    if not a or not b:
+        return float("inf")
+    state = target_states(plain, [sequence], [0])[0]
+    logits_V = plain.runner.model.head(state.final_TH[-1:])[0]
+    return float((logits_V[a[0]] - logits_V[b[0]]).abs())
+
+
+# --- distribution ---------------------------------------------------------------------------------------------------
+def _uncertain(
+    plain: EmbeddedEngine, prompts: Sequence[Sequence[int]], expected: Sequence[Completion], count: int
+) -> list[Sequence[int]]:
+    """Prompts whose likeliest answer begins about as often as not: a shift shows there."""
+    able = [(p, e.token_ids[:DEPTH]) for p, e in zip(prompts, expected, strict=True)][:256]
+    found = plain.score([[*p, *tokens] for p, tokens in able])
+    chances = [float(s[len(p) - 1 :].sum().exp()) for s, (p, _) in zip(found, able, strict=True)]
+    order = sorted(range(len(able)), key=lambda i: abs(chances[i] - 0.5))
+    return [able[i][0] for i in order[:count]]
+
+
+def _distribution(
+    plain: EmbeddedEngine, speculating: EmbeddedEngine, prompt: Sequence[int], samples: int, longest: int
+) -> Distribution:
+    """Answers go on past their end, so that blocks are whole."""
+    params = [SamplingParams(max_new_tokens=longest, seed=i) for i in range(samples)]
+    counts = Counter(a.token_ids[:DEPTH] for a in _answers(speculating, [prompt] * samples, params))
+    seen = list(counts)
+    scores = plain.score([[*prompt, *tokens] for tokens in seen])
+    p = torch.stack([s[len(prompt) - 1 :].double().sum() for s in scores]).exp()
+    n = torch.tensor([counts[tokens] for tokens in seen], dtype=torch.float64)
+    often = p * samples >= RARE
+    top = float(p[often].max()) if often.any() else 0.0
+    p = torch.cat([p[often], (1 - p[often].sum()).clamp(min=0.0)[None]])  # the rest, seen or not, is one cell
+    n = torch.cat([n[often], n[~often].sum()[None]])
+    p, n = p[p * samples >= 1.0], n[p * samples >= 1.0]
+    deviation = (n - samples * p) / (samples * p * (1 - p)).clamp(min=1e-12).sqrt()
+    freedom = max(1, len(p) - 1)
+    chi = ((n - samples * p) ** 2 / (samples * p)).sum()
+    return Distribution(
+        samples=samples, cells=len(p), likeliest=top,
+        chi_square=float((chi - freedom) / (2 * freedom) ** 0.5), worst_cell=float(deviation.abs().max()),
+        visible=SIGMAS * (top * (1 - top) / samples) ** 0.5 if top else 1.0,
+    )  # fmt: skip
+
+
+# --- report ---------------------------------------------------------------------------------------------------------
+def markdown(report: Report) -> str:
+    """One page."""
+    g, s = report.greedy, report.states
+    lines = [
+        f"# Lossless speculation: {'passed' if report.passed else 'FAILED'}", "",
+        f"Mean accepted length {report.mean_accepted:.2f} drafted tokens a verify.", "",
+        f"## Greedy answers: {_word(g.passed)}", "",
+        f"{g.same} of {g.prompts} answers ({g.tokens} tokens) are plain decoding's, token for token; {g.ties} of the "
+        f"others differ first where two logits are as close as rounding (largest gap {g.largest_gap:.2g}). "
+        f"Log-probabilities differ by up to {g.logprob_diff:.2g}.", "",
+        f"## Distribution at temperature 1: {_word(all(d.passed for d in report.distributions))}"
+        f"{' (too few samples)' if any(d.visible > SHIFT for d in report.distributions) else ''}", "",
+        f"The first {DEPTH} tokens of sampled answers against their exact probabilities; {SIGMAS:g} standard "
+        f"deviations are the limit, and a shift of {SHIFT:.0%} has to be visible.", "",
+        "| samples | cells | likeliest answer | chi-square | worst cell | visible shift |", "|---|---|---|---|---|---|",
+        *(f"| {d.samples} | {d.cells} | {d.likeliest:.3f} | {d.chi_square:+.2f} | {d.worst_cell:.2f} | "
+          f"{d.visible:.2%} |" for d in report.distributions), "",
+        f"## State after each commit: {_word(s.passed)}", "",
+        f"{s.commits} commits; states and windows of all KDA layers bit for bit those of decoding the kept tokens one "
+        f"by one, but for {s.wrong} requests.", "",
+        "| kept positions | " + " | ".join(map(str, s.kept)) + " |", "|---" * (len(s.kept) + 1) + "|",
+        "| requests | " + " | ".join(map(str, s.kept.values())) + " |",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _word(passed: bool) -> str:
+    return "passed" if passed else "FAILED"
