@@ -18,6 +18,7 @@ from miles_k3.k3.weights import ResidentBase, load_base
 from miles_k3.launch import pick_device, pick_threads, refuse_launch
 from miles_k3.protocols import Engine, Trainer
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.rollout.sglang.engine import SglangEngine
 from miles_k3.rollout.tasks.registry import GradedTask, make_task
 from miles_k3.rollout.tasks.rewards import RewardPool
@@ -163,8 +164,10 @@ def start_sglang_engine(recipe: Recipe, config: K3Config, tokenizer: Any, longes
     )  # fmt: skip
 
 
-def make_embedded_engine(recipe: Recipe, model: Model, longest: int) -> EmbeddedEngine:
-    """The engine in this process, on the base that the trainer computes with."""
+def make_embedded_engine(
+    recipe: Recipe, model: Model, longest: int, *, speculative: Speculative | None = None
+) -> EmbeddedEngine:
+    """The engine in this process, on the base that the trainer computes with. `speculative` instead of the recipe's."""
     rollout = recipe.rollout
     try:
         engine = EmbeddedEngine(
@@ -174,7 +177,7 @@ def make_embedded_engine(recipe: Recipe, model: Model, longest: int) -> Embedded
             prefix_cache=rollout.prefix_cache, cache_slots=rollout.cache_slots,
             cache_pool=rollout.cache_pool, cache_min_tokens=rollout.cache_min_tokens,
             track_interval=rollout.track_interval, reserve_tokens=rollout.reserve_tokens, overlap=rollout.overlap,
-            speculative=speculative_of(rollout.speculative, model.config),
+            speculative=speculative or speculative_of(rollout.speculative, model.config),
         )  # fmt: skip
         measure_if_asked(engine, rollout.speculative)
         return engine

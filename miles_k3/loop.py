@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from miles_k3.adapters.update import make_update
 from miles_k3.assemble import EngineMaker, Parts, adapter_config, assembled
 from miles_k3.batch import make_batch
 from miles_k3.config import Recipe
+from miles_k3.cotraining import DraftFollower, SpeculationMeter
 from miles_k3.errors import AdapterError
 from miles_k3.harvest import eval_metrics, harvest, held_out_quality
 from miles_k3.launch import train_command
@@ -111,7 +112,11 @@ class Ring:
         self.trainer: Trainer = parts.trainer
         canary = make_canary(recipe, parts.task, parts.model.tokenizer, parts.model.config.eos_token_id)
         self.sync = AdapterSync(recipe, canary, parts.trainer, parts.engine, parts.world)
-        self.saver = Saver(run, parts.trainer, parts.task, keep=recipe.run.keep_checkpoints)
+        self.follower = DraftFollower.of(recipe.rollout.speculative, parts.engine, parts.world, recipe.run.seed)
+        self.saver = Saver(
+            run, parts.trainer, parts.task, keep=recipe.run.keep_checkpoints, follower=self.follower
+        )  # fmt: skip
+        self.speculation = SpeculationMeter(parts.engine, parts.world)
         self.timer = StepTimer()
 
     # --- one step -----------------------------------------------------------------------------------------------
@@ -119,7 +124,7 @@ class Ring:
         """Harvest, train, hand over; the evaluation where one is due. Writes the step's line of metrics."""
         recipe, timer = self.recipe, self.timer
         prompts = self.parts.task.next(recipe.rollout.prompts_per_step)
-        with self._trainer_asleep():
+        with self._trainer_asleep(), self._draft_listens(), self.speculation.measuring():
             groups = harvest(recipe, self.parts, prompts, step, timer)
         with timer.phase("checkpoint"):
             self.saver.poll()  # written by now, and a failure of this step must not cost it
@@ -129,6 +134,10 @@ class Ring:
         )  # fmt: skip
         with timer.phase("train"), self._engine_asleep():
             stats = self.trainer.step(batch)
+        drafted: Mapping[str, float] = {}
+        if self.follower is not None:
+            with timer.phase("draft"):
+                drafted = self.follower.step(self.trainer.version)
         with timer.phase("sync"):
             synced = self.sync()
         evaluated = self._evaluate_if_due(step)
@@ -137,11 +146,15 @@ class Ring:
             **_prefixed("rollout", batch.metrics),
             **_prefixed("data/skipped", self.parts.task.skipped),
             **_prefixed("train", {**stats.metrics, "loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr}),
-            **synced, **eval_metrics(evaluated), **seconds,
+            **self.speculation.metrics, **drafted, **synced, **eval_metrics(evaluated), **seconds,
             "time/tokens_per_s": _num_tokens(groups) / max(seconds["time/step_s"], 1e-9),
             "memory/peak_bytes": memory,
         })  # fmt: skip
         return evaluated
+
+    def _draft_listens(self) -> AbstractContextManager[None]:
+        """Hidden states of the rollouts are kept, where the draft is trained on them."""
+        return nullcontext() if self.follower is None else self.follower.listening()
 
     @contextmanager
     def _engine_asleep(self) -> Iterator[None]:
@@ -219,6 +232,9 @@ class Ring:
         self.saver.finish()
         update = self.trainer.export_adapter()
         self.world.once(lambda: save_peft(self.run.adapter, update, self.recipe.model.path, overwrite=True))
+        follower = self.follower
+        if follower is not None:
+            self.world.once(lambda: follower.write(self.run.path / "draft"))
         return self.run.adapter
 
 

@@ -118,8 +118,8 @@ def verify_lossless(
     prompts = [p.token_ids for p in task.next(num_prompts)]
     most = min(recipe.rollout.sampling.max_new_tokens, plain.max_sequence_tokens - max(map(len, prompts)))
     report = compare(
-        plain, speculating, prompts, max_new_tokens=most, stop=(model.config.eos_token_id,), samples=samples,
-        sampled_prompts=sampled_prompts, tie=TIES[recipe.model.dtype],
+        plain, speculating, prompts, max_new_tokens=most, samples=samples, sampled_prompts=sampled_prompts,
+        tie=TIES[recipe.model.dtype],
     )  # fmt: skip
     plain.close()
     speculating.close()
@@ -131,13 +131,13 @@ def verify_lossless(
 
 def compare(
     plain: EmbeddedEngine, speculating: EmbeddedEngine, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
-    stop: tuple[int, ...], samples: int, sampled_prompts: int, tie: float,
+    samples: int, sampled_prompts: int, tie: float,
 ) -> Report:  # fmt: skip
-    """Every commit of `speculating` is audited, those of the sampled answers too."""
+    """Every commit of `speculating` is audited. Answers go on past their ends, so that there is something to draft."""
     speculator = speculating.speculator
     assert speculator is not None
     audit = speculator.audit = CommitAudit(speculating.runner.model.conv_weights())
-    params = [SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, stop_token_ids=stop) for _ in prompts]
+    params = [SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens) for _ in prompts]
     expected = _answers(plain, prompts, params)
     greedy = _compare_greedy(plain, prompts, expected, _answers(speculating, prompts, params), tie)
     chosen = _uncertain(plain, prompts, expected, sampled_prompts)
@@ -206,7 +206,7 @@ def _uncertain(
 def _distribution(
     plain: EmbeddedEngine, speculating: EmbeddedEngine, prompt: Sequence[int], samples: int, longest: int
 ) -> Distribution:
-    """Answers go on past their end, so that blocks are whole."""
+    """Answers go on behind the tokens that count, so that blocks are whole."""
     params = [SamplingParams(max_new_tokens=longest, seed=i) for i in range(samples)]
     counts = Counter(a.token_ids[:DEPTH] for a in _answers(speculating, [prompt] * samples, params))
     seen = list(counts)

@@ -11,22 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from miles_k3.checkpoints import Draft, Fingerprint, fingerprint, publish_draft
+from miles_k3.cotraining import DraftFollower
 from miles_k3.errors import CheckpointError
 from miles_k3.protocols import Task, Trainer, Writing
 from miles_k3.run_folder import RunFolder
 from miles_k3.world import Board
 
 STATE_FILE = "loop.json"
-TRAINER = "trainer"
+TRAINER, DRAFT = "trainer", "draft"
 _LOOK_S = 0.05  # between two looks at the board
 LINGER_S = 10.0  # that a run which fails waits for a checkpoint under way
 
 
 class Saver:
-    """Writes and reads the checkpoints of trainer and data cursor. All verbs are collective."""
+    """Writes and reads the checkpoints of trainer, data cursor and, where it is trained, draft. All verbs are
+    collective."""
 
-    def __init__(self, run: RunFolder, trainer: Trainer, task: Task, *, keep: int) -> None:
+    def __init__(
+        self, run: RunFolder, trainer: Trainer, task: Task, *, keep: int, follower: DraftFollower | None = None
+    ) -> None:
         self._run, self._trainer, self._task, self._keep = run, trainer, task, keep
+        self._follower = follower
         self._pending: Publication | None = None
 
     def save(self, step: int) -> None:
@@ -36,7 +41,7 @@ class Saver:
         if draft is None:
             return
         try:
-            self._run.world.once(lambda: self._write_state(draft.folder, step))
+            files = self._run.world.once(lambda: self._write_state(draft.folder, step))
             writing = self._trainer.save(draft.folder / TRAINER)
         except BaseException:
             self._run.drop_checkpoint(draft)
@@ -45,7 +50,7 @@ class Saver:
             self._run.commit_checkpoint(draft)
             self._run.prune(self._keep)
         else:
-            common = [draft.folder / STATE_FILE] if self._run.world.first else []
+            common = files if self._run.world.first else []
             self._pending = Publication(draft, writing, common, self._run.world.board(f"checkpoint-{step}"))
 
     def poll(self) -> None:
@@ -87,10 +92,13 @@ class Saver:
                 f"{step}"
             )
         self._task.load_state_dict(state["task"])
+        if self._follower is not None:
+            self._follower.load(folder / DRAFT, step)
 
-    def _write_state(self, folder: Path, step: int) -> None:
+    def _write_state(self, folder: Path, step: int) -> list[Path]:
         (folder / TRAINER).mkdir()
         (folder / STATE_FILE).write_text(json.dumps({"step": step, "task": self._task.state_dict()}))
+        return [folder / STATE_FILE, *([] if self._follower is None else self._follower.save(folder / DRAFT))]
 
 
 class Publication:

@@ -1,4 +1,4 @@
-"""`miles-k3 bench moe|kda|attention`: the kernels on one GPU."""
+"""`miles-k3 bench moe|kda|attention|speculative`: the kernels on one GPU; modes of speculation anywhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from miles_k3.commands.options import RecipeArg, SetOption
 
 Tokens = Annotated[
     list[int] | None, typer.Option("--tokens", min=1, help="Tokens, or sequences of one token; may be repeated.")
@@ -40,3 +42,34 @@ def bench_kda(tokens: Tokens = None, out: Out = Path("runs/bench")) -> None:
 def bench_attention(tokens: Tokens = None, out: Out = Path("runs/bench")) -> None:
     """MLA decode over 8,192 tokens of context, attention residuals with their norm, dense LoRA of two versions."""
     _bench("attention", tokens, out)
+
+
+def bench_speculative(
+    recipe: RecipeArg,
+    overrides: SetOption = None,
+    batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests; may be repeated.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="New tokens of each.")] = 64,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds that count, after one that doesn't.")] = 5,
+    known: Annotated[
+        float | None,
+        typer.Option("--known", min=0.0, max=1.0, help="Pretend that each drafted token is right with this chance."),
+    ] = None,
+    random_draft: Annotated[bool, typer.Option("--random-draft", help="A new draft: costs, no acceptance.")] = False,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="The recipe's shapes only.")] = False,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 1.0,
+    out: Out = Path("runs/bench"),
+) -> None:
+    """Tokens a second without speculation, verifying all, and trimming; the costs that trim goes by."""
+    from miles_k3.recipe import load_recipe
+    from miles_k3.speculation_bench import BenchPlan, bench_modes, markdown
+
+    plan = BenchPlan(
+        batches=batch or (1, 8, 64, 256), new_tokens=tokens, rounds=rounds, known=known, random_draft=random_draft,
+        random_weights=random_weights, temperature=temperature,
+    )  # fmt: skip
+    rates = bench_modes(
+        load_recipe(recipe, overrides or []).recipe, plan, out,
+        told=lambda r: typer.echo(f"batch {r.batch}, {r.mode}: {r.median:,.0f} tokens/s", err=True),
+    )  # fmt: skip
+    typer.echo(markdown(rates))
+    typer.echo(f"written: {out / 'speculative.json'}, {out / 'costs.json'}", err=True)

@@ -224,6 +224,8 @@ class EmbeddedEngine:
         _, future = self._requests.pop(request.id)
         self.store.release(request.version)
         self.runner.counters[f"finished_{request.finish_reason}"] += 1
+        if self.speculator is not None and self.speculator.keeper is not None:
+            self.speculator.keeper.finish(request)
         if future.done() or future.get_loop().is_closed():
             return
         if failure is not None:

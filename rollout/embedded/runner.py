@@ -169,6 +169,8 @@ class Runner:
         else:
             decoding_D = torch.arange(batch.num_decodes, device=self.device)
             x_BH = self.model.final(residual, torch.cat([decoding_D, batch.chunks.last_B + batch.num_decodes]))
+        if self.speculator is not None and taps is not None:
+            self.speculator.keep(requests, counts, taps, x_BH[: batch.num_decodes])
         return x_BH[: batch.num_decodes], x_BH[batch.num_decodes :]
 
     def _advance(self, step: Step, moved: Sequence[Request], x_CH: Tensor) -> tuple[list[Request], list[int]]:
@@ -187,6 +189,8 @@ class Runner:
             if prefixes is not None:
                 prefixes.prompt_ended(request, x_CH[row])
             group = self.scheduler.prompt_done(request)
+            if self.speculator is not None and self.speculator.keeper is not None:
+                self.speculator.keeper.fork(request, group[1:])
             self.counters["shared_prompt_tokens"] += (len(group) - 1) * len(request.feed)
             ended += group
             rows += [row] * len(group)

@@ -36,6 +36,7 @@ from miles_k3.rollout.speculative.draft_versions import DraftVersions
 from miles_k3.rollout.speculative.planner.calibration import Calibration
 from miles_k3.rollout.speculative.planner.choice import Planner
 from miles_k3.rollout.speculative.replay import ReplayBuffer
+from miles_k3.rollout.speculative.state_keeper import StateKeeper
 from miles_k3.types import FinishReason
 
 COUNTERS = (
@@ -58,6 +59,7 @@ class Speculator:
             dict.fromkeys((*COUNTERS, *(f"verifies_accepting_{n}" for n in range(at.longest))), 0)
         )
         self.replay: ReplayBuffer | None = None
+        self.keeper: StateKeeper | None = None  # while somebody wants the rollouts' hidden states
         self.audit: CommitAudit | None = None  # set one to have every commit checked
         self.wake()
 
@@ -166,6 +168,18 @@ class Speculator:
             numbers_TC = model.context_rows(taps_TW[taken], batch.positions_T[taken])
             rows_RC.index_copy_(0, batch.write_T[taken], numbers_TC.to(rows_RC.dtype))
 
+    def keep(self, requests: Sequence[Request], counts: Sequence[int], taps: Taps, x_DH: Tensor) -> None:
+        """Hidden states of a step for `keeper`; decoding requests come first, `x_DH` are their last ones."""
+        if self.keeper is None:
+            return
+        first = 0
+        for request, count, taps_TW in zip(requests, counts, taps.taps_TW().split(list(counts)), strict=True):
+            if first < len(x_DH):
+                self.keeper.decoded(request, taps_TW, x_DH[first : first + count])
+            else:
+                self.keeper.chunk(request, taps_TW)
+            first += count
+
     def settle(
         self, memory: RequestMemory, batch: StepBatch, proposal: Proposal, logits_TV: Tensor, sampling: SamplingBatch
     ) -> list[Settled]:
@@ -227,6 +241,8 @@ class Speculator:
             part.flatten(1, 2).index_fill_(1, gone, 0.0)
         for request, count, length in zip(requests, kept, steps.lengths, strict=True):
             request.num_cached += count
+            if self.keeper is not None:
+                self.keeper.kept(request, count)
             if request.params.return_routed_experts and count < length:
                 request.routed[-1] = request.routed[-1][:count]
 

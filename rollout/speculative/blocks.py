@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_k3.rollout.speculative.taps import TargetStates
+from miles_k3.rollout.speculative.target_states import TargetStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.speculative.draft import DraftModel, drawn
-from miles_k3.rollout.speculative.taps import TargetStates, target_states
+from miles_k3.rollout.speculative.taps import target_states
+from miles_k3.rollout.speculative.target_states import TargetStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

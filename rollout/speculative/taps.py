@@ -6,7 +6,6 @@ Shapes: T tokens of a sequence, W tap width, H hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,14 +14,7 @@ from miles_k3.k3.ops.residual_bank import ResidualBank
 from miles_k3.rollout.embedded.batch import uncached_batch
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.lora import StepAdapters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TargetStates:
-    """Of one sequence: the taps that make the draft's context, and what the output head reads (its logits by row)."""
-
-    taps_TW: Tensor
-    final_TH: Tensor
+from miles_k3.rollout.speculative.target_states import TargetStates
 
 
 def target_states(

@@ -14,7 +14,7 @@ from miles_k3.k3.draft_params import draft_params
 from miles_k3.k3.params import LM_HEAD, TEXT
 from miles_k3.rollout.speculative.blocks import Example
 from miles_k3.rollout.speculative.draft import DraftModel
-from miles_k3.rollout.speculative.taps import TargetStates
+from miles_k3.rollout.speculative.target_states import TargetStates
 
 RADIXARK: dict[str, Any] = {
     "architectures": ["DSparkDraftModel"], "attention_bias": False, "attention_dropout": 0.0, "block_size": 7,

@@ -23,7 +23,7 @@ DRAFT = Path(__file__).resolve().parents[2] / "assets" / "tiny-k3-draft"
 def small_report(samples: int = 200) -> Report:
     """Of tiny-A and a random draft."""
     return compare(
-        make_engine(top_k=8), speculating_engine(top_k=8), random_prompts(10, seed=3), max_new_tokens=8, stop=(),
+        make_engine(top_k=8), speculating_engine(top_k=8), random_prompts(10, seed=3), max_new_tokens=8,
         samples=samples, sampled_prompts=1, tie=1e-3,
     )  # fmt: skip
 

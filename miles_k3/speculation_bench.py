@@ -1,0 +1,232 @@
+"""Tokens a second of an engine that doesn't speculate, verifies all, or trims: in one process, turn by turn.
+
+Each mode has an engine of its own on the same base. Every round asks each of them, in an order that moves on, for as
+many answers as the batch, past their ends, and the same seeds: what differs is time. Spreads are over the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from miles_k3.assemble import DTYPES, Model, load_model, longest_sequence, make_embedded_engine, model_config
+from miles_k3.config import Recipe
+from miles_k3.drafting import new_draft_config
+from miles_k3.errors import ConfigError
+from miles_k3.files import write_text
+from miles_k3.k3.config import K3Config
+from miles_k3.k3.params import DType, Param, text_params
+from miles_k3.k3.weights import ResidentBase, build_base
+from miles_k3.launch import pick_device
+from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.embedded.proposal import Speculative
+from miles_k3.rollout.embedded.request import Request
+from miles_k3.rollout.speculative.draft_train import initial_weights
+from miles_k3.rollout.speculative.engine_costs import measure_engine
+from miles_k3.rollout.speculative.planner.choice import PlanMode
+from miles_k3.rollout.tasks.registry import make_task
+from miles_k3.speculating import speculative_of
+from miles_k3.types import SamplingParams
+from miles_k3.world import ALONE
+
+MODES = (PlanMode.OFF, PlanMode.VERIFY_ALL, PlanMode.TRIM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """One mode at one batch: generated tokens a second, prompts included in the time; accepted tokens a verify."""
+
+    batch: int
+    mode: str
+    median: float
+    lowest: float
+    highest: float
+    accepted: float
+    verified: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchPlan:
+    """`known`: pretend that the draft proposes what the policy says with this chance at each token, whatever it drafts;
+    None takes its own tokens. `random_draft`: weights of no use and the shapes of a real one, for costs."""
+
+    batches: Sequence[int]
+    new_tokens: int
+    rounds: int
+    known: float | None
+    random_draft: bool
+    random_weights: bool
+    temperature: float
+
+
+def bench_modes(recipe: Recipe, plan: BenchPlan, out: Path, told: Callable[[Rate], None]) -> list[Rate]:
+    """Measure, write speculative.json and costs.json (what `rollout.speculative.costs` takes) into `out`."""
+    model = _random_model(recipe) if plan.random_weights else load_model(recipe, ALONE)
+    speculative = _speculative(recipe, model, plan)
+    engines = {mode: _engine(recipe, model, plan, speculative, mode) for mode in MODES}
+    prompts = _prompts(recipe, model, max(plan.batches), plan)
+    profile = measure_engine(engines[PlanMode.TRIM], loads=list(plan.batches))
+    engines[PlanMode.TRIM].speculator.planner.profile = profile  # type: ignore[union-attr]
+    rates = []
+    for batch in plan.batches:
+        for rate in _rates(engines, prompts[:batch], plan):
+            told(rate)
+            rates.append(rate)
+    for engine in engines.values():
+        engine.close()
+    out.mkdir(parents=True, exist_ok=True)
+    profile.save(out / "costs.json")
+    content = {"plan": asdict(plan), "rates": [asdict(r) for r in rates]}
+    write_text(out / "speculative.json", json.dumps(content, indent=1) + "\n")
+    return rates
+
+
+def markdown(rates: Sequence[Rate]) -> str:
+    """A line for each batch and mode."""
+    lines = ["| batch | mode | tokens/s, median (range) | beside off | accepted a verify | verified a verify |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    plain = {r.batch: r.median for r in rates if r.mode == PlanMode.OFF}
+    lines += [
+        f"| {r.batch} | {r.mode} | {r.median:,.0f} ({r.lowest:,.0f}-{r.highest:,.0f}) | "
+        f"{r.median / plain[r.batch]:.2f} | {r.accepted:.2f} | {r.verified:.2f} |"
+        for r in rates
+    ]
+    return "\n".join(lines)
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+def _rates(engines: dict[PlanMode, EmbeddedEngine], prompts: Sequence[Sequence[int]], plan: BenchPlan) -> list[Rate]:
+    found: dict[PlanMode, list[float]] = {mode: [] for mode in MODES}
+    before = {mode: _counts(engine) for mode, engine in engines.items()}
+    for turn in range(-1, plan.rounds):
+        order = [MODES[(i + turn) % len(MODES)] for i in range(len(MODES))]
+        answers = _ask(engines[PlanMode.OFF], prompts, plan, turn)[1] if plan.known is not None else []
+        for mode in order:
+            if plan.known is not None and mode is not PlanMode.OFF:
+                _pretend(engines[mode], prompts, answers, plan.known)
+            seconds, tokens = _ask(engines[mode], prompts, plan, turn)
+            if turn >= 0:  # the first round warms up
+                found[mode].append(sum(map(len, tokens)) / seconds)
+    rates = []
+    for mode in MODES:
+        verifies, accepted, drafted = (a - b for a, b in zip(_counts(engines[mode]), before[mode], strict=True))
+        rates.append(Rate(
+            batch=len(prompts), mode=str(mode), median=statistics.median(found[mode]), lowest=min(found[mode]),
+            highest=max(found[mode]), accepted=accepted / max(1, verifies), verified=drafted / max(1, verifies),
+        ))  # fmt: skip
+    return rates
+
+
+def _ask(
+    engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], plan: BenchPlan, turn: int
+) -> tuple[float, list[tuple[int, ...]]]:
+    """Seconds, and the answers."""
+
+    async def run() -> list[tuple[int, ...]]:
+        params = [
+            SamplingParams(temperature=plan.temperature, max_new_tokens=plan.new_tokens, seed=1000 * (turn + 1) + i)
+            for i in range(len(prompts))
+        ]
+        got = await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, params, strict=True)))
+        return [answer.token_ids for answer in got]
+
+    started = time.perf_counter()
+    answers = asyncio.run(run())
+    return time.perf_counter() - started, answers
+
+
+def _counts(engine: EmbeddedEngine) -> tuple[int, int, int]:
+    if engine.speculator is None:
+        return 0, 0, 0
+    stats = engine.speculator.stats()
+    verifies = sum(n for name, n in stats.items() if name.startswith("verifies_accepting_"))
+    return verifies, stats["accepted_tokens"], stats["drafted_tokens"]
+
+
+def _pretend(
+    engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], answers: Sequence[tuple[int, ...]], chance: float
+) -> None:
+    """The draft runs as ever; then its tokens are replaced by the policy's own, each right with this chance."""
+    speculator, book = engine.speculator, {tuple(p): a for p, a in zip(prompts, answers, strict=True)}
+    assert speculator is not None
+    run = type(speculator)._draft
+
+    def draft(model: Any, memory: Any, requests: Sequence[Request], *rest: Any) -> Any:
+        tokens, _ = run(speculator, model, memory, requests, *rest)
+        for row, request in zip(tokens, requests, strict=True):
+            known = book[request.prompt]
+            for k in range(len(row)):
+                at = len(request.token_ids) + k
+                luck = np.random.default_rng((at, request.params.seed)).random()
+                row[k] = known[at] if luck < chance and at < len(known) else (known[min(at, len(known) - 1)] + 1) % 256
+        return tokens, np.full(tokens.shape, chance)
+
+    speculator._draft = draft  # type: ignore[method-assign]
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+def _engine(recipe: Recipe, model: Model, plan: BenchPlan, speculative: Speculative, mode: PlanMode) -> EmbeddedEngine:
+    off = recipe.rollout.speculative.model_copy(update={"mode": "off", "train": False})
+    most = max(plan.batches)
+    rollout = recipe.rollout.model_copy(update={"speculative": off, "max_running": most, "num_pages": 0})
+    sampling = recipe.rollout.sampling.model_copy(update={"max_new_tokens": plan.new_tokens})
+    recipe = recipe.model_copy(update={"rollout": rollout.model_copy(update={"sampling": sampling})})
+    how = None
+    if mode is not PlanMode.OFF:
+        how = Speculative(
+            config=speculative.config, weights=speculative.weights, mode=mode, accept=speculative.accept,
+            num_draft_tokens=speculative.num_draft_tokens, verify_tokens=speculative.verify_tokens,
+        )  # fmt: skip
+    return make_embedded_engine(recipe, model, longest_sequence(recipe, model.config), speculative=how)
+
+
+def _speculative(recipe: Recipe, model: Model, plan: BenchPlan) -> Speculative:
+    if plan.random_draft:
+        config = new_draft_config(model.config)
+        return Speculative(config=config, weights=initial_weights(config, seed=0))
+    found = speculative_of(recipe.rollout.speculative.model_copy(update={"mode": "verify_all"}), model.config)
+    if found is None:
+        raise ConfigError("rollout.speculative.draft is null; name a draft's folder, or measure with --random-draft")
+    return found
+
+
+def _prompts(recipe: Recipe, model: Model, count: int, plan: BenchPlan) -> list[Sequence[int]]:
+    if plan.random_weights:
+        rng = np.random.default_rng(0)
+        return [rng.integers(0, model.config.vocab_size, 32).tolist() for _ in range(count)]
+    return [p.token_ids for p in make_task(recipe.task, model.tokenizer, seed=recipe.run.seed).next(count)]
+
+
+def _random_model(recipe: Recipe) -> Model:
+    """The recipe's shapes with random weights, made on the device."""
+    config = model_config(recipe)
+    device = pick_device(recipe.model.device)
+    return Model(config=config, base=_random_base(recipe, config, device), tokenizer=None)
+
+
+def _random_base(recipe: Recipe, config: K3Config, device: torch.device) -> ResidentBase:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def read(p: Param) -> torch.Tensor:
+        if p.dtype is DType.U8:
+            low, high = (118, 122) if p.name.endswith("scale") else (0, 256)
+            return torch.randint(low, high, p.shape, dtype=torch.uint8, device=device, generator=generator)
+        dtype = torch.float32 if p.dtype is DType.F32 else torch.bfloat16
+        if len(p.shape) == 1:
+            return torch.full(p.shape, 0.5, dtype=dtype, device=device)
+        normal = torch.randn(p.shape, device=device, generator=generator)
+        return (normal * p.shape[-1] ** -0.5).to(dtype)
+
+    return build_base(
+        config, text_params(config), read, dtype=DTYPES[recipe.model.dtype], device=device,
+        base_dtype=recipe.model.base_dtype,
+    )  # fmt: skip
