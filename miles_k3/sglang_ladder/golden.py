@@ -20,6 +20,7 @@ from miles_k3.sglang_ladder.models import (
     golden_checkpoint,
     golden_scores,
     recipe_for,
+    with_released_dtypes,
 )
 from miles_k3.sglang_ladder.report import Report
 from miles_k3.types import SamplingParams
@@ -72,7 +73,7 @@ def golden(work: Path, report: Report) -> None:
     with golden_engine(work, graphs=True) as (engine, backend, config, folder):
         tensors = golden_adapter(folder)
         _agreement(engine, tensors, report)
-        _embedded(config, folder, tensors, engine, report)
+        _embedded(config, with_released_dtypes(folder, work / "golden-released"), tensors, engine, report)
         _swaps(engine, backend, tensors, report)
         _sleeps(engine, report)
         _leaks(engine, tensors, report)

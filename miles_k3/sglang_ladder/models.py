@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from miles_k3.adapters.layout import adapter_layout
 from miles_k3.config import Recipe
 from miles_k3.k3.config import K3Config
+from miles_k3.k3.params import DType, text_params
 from miles_k3.rollout.sglang.arguments import Machine, server_arguments, sglang_problems
 from miles_k3.types import AdapterConfig
 
@@ -42,6 +44,23 @@ def checkpoint(folder: Path, shape: dict[str, int]) -> Path:
         sys.argv = kept
     (folder / ".complete").touch()
     return folder
+
+
+def with_released_dtypes(source: Path, target: Path) -> Path:
+    """The same checkpoint with each tensor in the release's dtype, which our loader insists on; made once.
+
+    The golden maker keeps KDA's output norm in BF16.
+    """
+    if (target / ".complete").exists():
+        return target
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", ".complete"))
+    dtypes = {p.name: p.dtype for p in text_params(K3Config.from_folder(source))}
+    tensors = load_file(source / "model.safetensors")
+    exact = {name: t.float() if dtypes.get(name) is DType.F32 else t for name, t in tensors.items()}
+    save_file(exact, target / "model.safetensors", metadata={"format": "pt"})
+    (target / ".complete").touch()
+    return target
 
 
 def golden_checkpoint(work: Path) -> Path:

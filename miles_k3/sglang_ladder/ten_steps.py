@@ -11,7 +11,7 @@ import torch
 
 from miles_k3.config import Recipe
 from miles_k3.protocols import Engine
-from miles_k3.sglang_ladder.models import RL_SHAPE, ROOT, checkpoint
+from miles_k3.sglang_ladder.models import RL_SHAPE, ROOT, checkpoint, with_released_dtypes
 from miles_k3.sglang_ladder.report import Report
 from miles_k3.types import AdapterUpdate
 
@@ -38,7 +38,7 @@ class Watched:
 
 def small_model(work: Path) -> Path:
     """A K3 that SGLang's kernels take, with the tiny model's tokenizer."""
-    folder = checkpoint(work / "rl", RL_SHAPE)
+    folder = with_released_dtypes(checkpoint(work / "rl-drawn", RL_SHAPE), work / "rl")
     for name in _TOKENIZER:
         shutil.copy(ROOT / "assets" / "tiny-k3" / name, folder / name)
     return folder
@@ -81,7 +81,7 @@ def ten_steps(work: Path, report: Report) -> None:
     mismatch = [line["train/mismatch_abs"] for line in lines if "train/mismatch_abs" in line]
     report.note(
         mismatch_abs=mismatch, kept_after_sync_bytes=watched[0].allocated,
-        step_s=[line["time/step"] for line in lines if "time/step" in line],
+        step_s=[line["time/step_s"] for line in lines if "time/step_s" in line],
         sync_load_s=[line["sync/load_s"] for line in lines if "sync/load_s" in line],
     )  # fmt: skip
     report.check("steps that were trained", len(mismatch), limit=STEPS, at_least=True)

@@ -9,6 +9,7 @@ from types import ModuleType
 
 from miles_k3.rollout.sglang.hooks import (
     config_aliases,
+    direct_swap,
     expert_capture,
     expert_lora,
     graph_buffers,
@@ -26,6 +27,7 @@ HOOKS: tuple[ModuleType, ...] = (
     expert_lora,
     graph_buffers,
     expert_capture,
+    direct_swap,
     report,
 )
 

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.tiny import tiny_adapter, tiny_config
 
 from miles_k3.adapters.layout import adapter_layout, gate_up_pairs
 from miles_k3.adapters.update import adapter_sha256, make_update, update_bytes, verify_update
@@ -220,3 +221,35 @@ def test_all_findings_at_once(update, verify):
     for part in ("slots hold 2", "expected to be v9", "lacks 1 of", "surprise", "non-finite", "sha256"):
         assert part in text
     assert all(line.startswith("adapter v3 ") for line in text.splitlines())
+
+
+# --- hashes of what lies on a GPU -------------------------------------------------------------------------------------
+def test_memory_that_was_hashed_here_is_not_hashed_again_until_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU, that is; a host tensor may have been changed by anybody."""
+    from miles_k3.adapters import update as module
+
+    config, adapter = tiny_config(), AdapterConfig(rank=2, alpha=4.0)
+    layout, tensors = adapter_layout(config, adapter), tiny_adapter(config, adapter)
+    asked: list[int] = []
+    original = module.adapter_sha256
+    monkeypatch.setattr(module, "adapter_sha256", lambda *a: asked.append(0) or original(*a))
+
+    def hashes_of_a_check(update: AdapterUpdate) -> int:
+        asked.clear()
+        verify_update(update, layout, max_rank=2, expected_version=None)
+        return len(asked)
+
+    assert hashes_of_a_check(make_update(0, adapter, tensors)) == 1
+    monkeypatch.setattr(module, "on_gpu", lambda _: True)
+    update = make_update(0, adapter, tensors)
+    assert hashes_of_a_check(update) == 0
+    copied = replace(update, tensors={name: t.clone() for name, t in update.tensors.items()})
+    assert hashes_of_a_check(copied) == 1
+    next(iter(update.tensors.values())).add_(1)
+    with pytest.raises(AdapterError, match="sha256"):
+        verify_update(update, layout, max_rank=2, expected_version=None)
+    other = replace(make_update(0, adapter, tensors), version=1)
+    with pytest.raises(AdapterError, match="sha256"):
+        verify_update(other, layout, max_rank=2, expected_version=None)

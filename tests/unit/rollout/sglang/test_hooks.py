@@ -14,6 +14,7 @@ from torch import Tensor
 from miles_k3.adapters.layout import adapter_layout
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.ops.situ import situ
+from miles_k3.rollout.sglang.hooks.direct_swap import fill_a, fill_b, rank_share, split_names
 from miles_k3.rollout.sglang.hooks.expert_lora import refuse_padding, runs_base_only
 from miles_k3.rollout.sglang.hooks.graph_buffers import plain_shapes
 from miles_k3.rollout.sglang.hooks.hidden_dims import module_dims
@@ -161,3 +162,51 @@ def test_experts_with_hooks_are_the_formula() -> None:
 
 def test_tiles_are_as_low_as_they_can_be() -> None:
     assert [rows_per_block(rows, 896) for rows in (16, 128, 1024, 12_000, 40_000, 200_000)] == [8, 8, 8, 16, 64, 64]
+
+
+# --- swaps ------------------------------------------------------------------------------------------------------------
+def test_factors_lie_where_the_kernels_look() -> None:
+    """Gate and up begin at multiples of the slots' rank; what was there before is gone."""
+    a, b = torch.randn(1, 4, 5), torch.randn(3, 6, 2)
+    slot_a, slot_b = torch.full((1, 8, 5), torch.nan), torch.full((3, 6, 4), torch.nan)
+    fill_a(slot_a, a, parts=2)
+    fill_b(slot_b, b, scaling=2.0)
+    assert torch.equal(slot_a[0, :2], a[0, :2])
+    assert torch.equal(slot_a[0, 4:6], a[0, 2:])
+    assert not slot_a[0, 2:4].any()
+    assert not slot_a[0, 6:].any()
+    assert torch.equal(slot_b[:, :, :2], 2 * b)
+    assert not slot_b[:, :, 2:].any()
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 6), (2, 4, 5), (1, 12, 5)])
+def test_a_factor_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="came for a slot of"):
+        fill_a(torch.zeros(1, 8, 5), torch.zeros(shape), parts=2)
+
+
+def test_a_ranks_part_of_a_factor() -> None:
+    """Two expert-parallel by two tensor-parallel ranks; what is shared by experts stays whole."""
+    width, experts = 4, 6
+    up_b, down_a = torch.randn(experts, 2 * width, 3), torch.randn(experts, 3, width)
+    for ep in range(2):
+        for tp in range(2):
+            mine, columns = slice(3 * ep, 3 * ep + 3), slice(2 * tp, 2 * tp + 2)
+            at = {"experts": mine, "columns": columns, "width": width}
+            part = rank_share(up_b, "gate_up_proj", "B", **at)
+            assert torch.equal(part[:, :2], up_b[mine, columns])
+            assert torch.equal(part[:, 2:], up_b[mine, width + 2 * tp : width + 2 * tp + 2])
+            assert torch.equal(rank_share(down_a, "down_proj", "A", **at), down_a[mine, :, columns])
+            for target, which in (("gate_up_proj", "A"), ("down_proj", "B")):
+                shared = torch.randn(1, 3, 5)
+                assert torch.equal(rank_share(shared, target, which, **at), shared)
+
+
+def test_only_packed_routed_experts_are_taken() -> None:
+    names = {
+        "model.layers.1.mlp.experts.gate_up_proj.lora_A.weight": torch.zeros(1, 2, 2),
+        "model.layers.1.mlp.experts.down_proj.lora_B.weight": torch.zeros(1, 2, 2),
+        "model.layers.1.mlp.shared_experts.down_proj.lora_B.weight": torch.zeros(2, 2),
+        "model.layers.1.self_attn.o_proj.lora_A.weight": torch.zeros(2, 2),
+    }
+    assert set(split_names(names)) == {("gate_up_proj", "A"), ("down_proj", "B")}

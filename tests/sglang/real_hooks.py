@@ -1,6 +1,6 @@
 """Each hook on SGLang's own classes: what they do without it, then with it. Run as a process of its own; prints JSON.
 
-    python tests/helpers/sglang_hooks.py      in SGLang's environment, with the stubs first on PYTHONPATH
+    python tests/sglang/real_hooks.py      in SGLang's environment, with the stubs first on PYTHONPATH
 
 What is around a class stands in for the real thing; the class itself, and the method that is hooked, are SGLang's.
 """
@@ -16,6 +16,7 @@ import torch
 
 from miles_k3.rollout.sglang.hooks import (
     config_aliases,
+    direct_swap,
     expert_capture,
     expert_lora,
     graph_buffers,
@@ -177,6 +178,53 @@ def _capture_stub() -> None:
     KimiK3MoE.__init__ = init
 
 
+def _swap() -> Any:
+    """A layer's packed experts put into a slot of the real pool: copies that it took, and a sum over what is there."""
+    from sglang.srt.lora import mem_pool
+    from sglang.srt.lora.layers import FusedMoEWithLoRA
+    from sglang.srt.lora.mem_pool import LoRAMemoryPool
+
+    experts, rank, held, latent, width, slots = 4, 2, 3, 8, 6, 2
+    prefix = "model.layers.0.mlp.experts."
+    draw = torch.Generator().manual_seed(0)
+    shapes = {
+        "gate_up_proj.lora_A": (1, 2 * rank, latent), "gate_up_proj.lora_B": (experts, 2 * width, rank),
+        "down_proj.lora_A": (experts, rank, width), "down_proj.lora_B": (1, latent, rank),
+    }  # fmt: skip
+    weights = {f"{prefix}{n}.weight": torch.randn(s, generator=draw).bfloat16() for n, s in shapes.items()}
+    full = lambda *shape: [torch.full((slots, *shape), float("nan"), dtype=torch.bfloat16)]  # noqa: E731
+    pool = bare(
+        LoRAMemoryPool, target_modules={"gate_up_proj", "down_proj"}, strict_loading=True, num_layer=1, tp_rank=0,
+        A_buffer={"gate_up_proj_moe": full(1, 2 * held, latent), "down_proj_moe": full(experts, held, width)},
+        B_buffer={"gate_up_proj_moe": full(experts, 2 * width, held), "down_proj_moe": full(1, latent, held)},
+        max_lora_rank=held, experts_shared_outer_loras=True, base_model=SimpleNamespace(), pin_memory_available=False,
+        moe_use_local_expert_ids=False, enable_lora_overlap_loading=False, lora_added_tokens_size=0,
+        embedding_A_buffer={}, embedding_B_buffer={}, lm_head_A_buffer={}, lm_head_B_buffer={},
+        new_embeddings_buffer={},
+    )  # fmt: skip
+    base = SimpleNamespace(
+        is_shared_fused_moe=False, moe_tp_rank=0, moe_tp_size=1, intermediate_size_per_partition=width,
+        moe_runner_config=SimpleNamespace(is_gated=True),
+    )  # fmt: skip
+    wrapper = bare(FusedMoEWithLoRA, base_layer=base, tp_size=1, _uses_interleaved_gate_up=False)
+    layer = SimpleNamespace(weights=dict(weights), pinned_weights={})
+    adapter = SimpleNamespace(
+        config=SimpleNamespace(r=rank), layers=[layer], embedding_layers={}, added_tokens_embeddings={}, scaling=2.0
+    )
+    copies, copy = [0], mem_pool.copy_weight_into_buffer
+
+    def counted(view: torch.Tensor, weight: torch.Tensor) -> None:
+        copies[0] += 1
+        copy(view, weight)
+
+    mem_pool.copy_weight_into_buffer = counted
+    LoRAMemoryPool.load_lora_weight_to_buffer(pool, "id", 1, adapter, [{prefix[:-1]: wrapper}], None, None)
+    mem_pool.copy_weight_into_buffer = copy
+    slot = torch.cat([b[0][1].float().flatten() for b in (*pool.A_buffer.values(), *pool.B_buffer.values())])
+    assert set(layer.weights) == set(weights), "the adapter has lost weights"
+    return [copies[0], (slot * torch.arange(1, slot.numel() + 1)).sum().item()]
+
+
 def _told() -> Any:
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -197,6 +245,7 @@ CASES: dict[str, tuple[Any, Callable[[], Any], Callable[[], None] | None]] = {
     "expert_lora": (expert_lora, _experts, _experts_stub),
     "graph_buffers": (graph_buffers, _buffers, None),
     "expert_capture": (expert_capture, _capture, _capture_stub),
+    "direct_swap": (direct_swap, _swap, None),
     "report": (report, _told, _told_stub),
 }
 
