@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -20,6 +22,7 @@ from helpers.engines import (
 )
 from helpers.mutants import mutate
 from helpers.pool_driver import make_pool, poison
+from helpers.speculating import speculating_engine
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -37,8 +40,11 @@ from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.prefix import Prefixes
 from miles_k3.rollout.embedded.request import Request, Stage
 from miles_k3.rollout.embedded.scheduler import Scheduler
+from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.types import Completion, FinishReason, SamplingParams
 
+# What `Speculator.limits` reads of one: blocks of 3, and 12 positions for 5 requests.
+SPECULATES: Any = SimpleNamespace(at=SimpleNamespace(longest=4), num_positions=12)
 LAYOUT = Layout(
     kda_layers=1, heads=1, head_dim=2, conv_width=2, mla_layers=1, page_size=4, width=1, dtype=torch.float32
 )
@@ -117,18 +123,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._drop_done()
 
     @precondition(lambda self: self.scheduler.has_work)
-    @rule(steps=st.integers(1, 6), overlap=st.booleans())
-    def step(self, steps: int, overlap: bool) -> None:
+    @rule(steps=st.integers(1, 6), overlap=st.booleans(), drafts=st.booleans())
+    def step(self, steps: int, overlap: bool, drafts: bool) -> None:
         for _ in range(steps):
+            if drafts:
+                self._collect()  # nobody knows before how far a verify comes
             plan = self.scheduler.plan()
             assert plan.has_work or self.flying or not self.scheduler.has_work
+            limits = Speculator.limits(SPECULATES, self.scheduler, plan.decodes).tolist() if drafts else None
             self.pool.flush()
             poison(self.pool)
-            flying = []
+            flying, ended = [], []
             feeds = dict(self.flying)
             with self.pool.forward():
                 self.memory.page_rows([*plan.decodes, *(r for r, _ in plan.chunks)], LONGEST)  # as attention reads them
-                for request in plan.decodes:
+                for request, limit in zip(plan.decodes, limits or [], strict=limits is not None):
+                    ended.append((request, self._verify(request, limit)))
+                for request in plan.decodes if limits is None else ():
                     tokens = (*request.tokens, *([feeds[request]] if request.in_flight else []))
                     flying.append((request, self._compute(request, tokens, 1)))
                 for request, count in plan.chunks:
@@ -148,9 +159,38 @@ class SchedulerMachine(RuleBasedStateMachine):
                 request.in_flight += 1
             self._collect()
             self.flying = flying
+            for request, reason in ended:
+                self._check(request, request.tokens[: request.num_cached])
+                if reason:
+                    self.scheduler.finish(request, reason)
             if not overlap:
                 self._collect()
         self._drop_done()
+
+    def _verify(self, request: Request, limit: int) -> FinishReason | None:
+        """The request's token and `limit` drafted ones, some wrong, into its pages; its state and its answer go on as
+        far as they were right, and nothing stays of the rest."""
+        owner, start, fed, drawn = torch.zeros(1, dtype=torch.int64), request.num_cached, list(request.tokens), []
+        rows = [self.memory.token_rows([request], owner, torch.tensor([start + j])) for j in range(limit + 1)]
+        flat = self.pool.kv[0].flatten(0, 1)
+        for j, row in enumerate(rows):
+            assert flat[row] == 0, "a page was not clean, or is written twice"
+            flat[row] = mark(request.version, tuple(fed))
+            drawn.append(self._sample(request, tuple(fed)))
+            fed.append(drawn[-1] if (start + j + request.params.seed) % 3 else drawn[-1] + 1)
+        right = next((j for j in range(limit) if fed[start + 1 + j] != drawn[j]), limit)
+        count, reason = request.accept_block(drawn[: right + 1], [0.0] * (right + 1))
+        for row in rows[count:]:
+            flat[row] = 0
+        state_row = self.pool.slot_rows([request.slot])
+        for j in range(count):
+            self.pool.states[0, state_row] += mark(request.version, request.tokens[: start + 1 + j])
+        request.num_cached += count
+        assert len(request.token_ids) <= request.params.max_new_tokens
+        assert (len(request.token_ids) == request.params.max_new_tokens) == (reason is not None)
+        if request.params.return_routed_experts:
+            request.routed.append(torch.zeros(count, 1, 1))
+        return reason
 
     def _prompt(self, request: Request) -> list[Request]:
         """Who samples after a chunk."""
@@ -238,7 +278,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(10_000):
             if not self.scheduler.has_work:
                 break
-            self.step(1, False)
+            self.step(1, False, False)
         self._collect()
         assert not self.requests
         if self.prefixes is not None:
@@ -264,6 +304,13 @@ MISTAKES = {
     "versions share prompts": (Scheduler, "_leader_for", ("(request.version, request.feed)", "(0, request.feed)")),
     "a retracted one keeps its count": (Scheduler, "_retract", ("request.num_cached, request.stops = 0, []", "pass")),
     "a full request decodes on": (Scheduler, "plan", ("if not r.is_full and", "if")),
+    "drafts have no place": (
+        Scheduler, "room", ("end = request.num_cached + wanted", "return wanted"),
+    ),
+    "drafts go past the answer's end": (
+        Speculator, "limits", ("request.params.max_new_tokens - len(request.token_ids)", "99"),
+    ),
+    "a block goes on behind its end": (Request, "accept_block", ("return count, reason", "pass")),
 }  # fmt: skip
 
 
@@ -290,15 +337,19 @@ PROMPTS = [p for p in random_prompts(6, low=1, high=40, seed=31) for _ in range(
     running=st.sampled_from([2, 5, 12]),
     page_size=st.sampled_from([3, 16]),
     overlap=st.booleans(),
+    speculates=st.booleans(),
 )
 def test_abort_storms(
-    aborts: list[tuple[int, int]], swap_at: int, chunk: int, running: int, page_size: int, overlap: bool
-) -> None:
+    aborts: list[tuple[int, int]], swap_at: int, chunk: int, running: int, page_size: int, overlap: bool,
+    speculates: bool,
+) -> None:  # fmt: skip
     """Aborts and an adapter swap, with NaN in all free memory: whoever survives answers as ever under its version."""
-    engine = make_engine(
+    make = speculating_engine if speculates else make_engine
+    engine = make(
         max_running=running, prefill_chunk_tokens=chunk, page_size=page_size, max_sequence_tokens=64, overlap=overlap
     )
-    poison_before_steps(engine)
+    if not speculates:
+        poison_before_steps(engine)
     params = [SamplingParams(max_new_tokens=3 + i % 7, seed=i) for i in range(len(PROMPTS))]
 
     async def run() -> list[Completion]:
@@ -318,6 +369,7 @@ def test_abort_storms(
 
     answers = asyncio.run(run())
     assert_idle(engine)
+    assert engine.speculator is None or engine.speculator.audit.wrong == 0  # type: ignore[union-attr]
     for version in (-1, 0):
         members = [i for i, a in enumerate(answers) if a.adapter_version == version]
         prompts = [(PROMPTS + PROMPTS[:1])[i] for i in members]

@@ -1,4 +1,4 @@
-"""The draft follows the policy: what it learns from, which version drafts for whom, and that a resumed run is the same."""
+"""The draft follows the policy: what it learns from, which version it drafts for, and runs that are resumed."""
 
 from __future__ import annotations
 
