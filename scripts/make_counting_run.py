@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Teach the tiny K3 to count, so that there is a task with long answers to draft: "Count from 17 to 26." -> "17 18 ...".
+"""Teach the tiny K3 to count, for a task with long answers to draft: "Count from 17 to 26." -> "17 18 ...".
 
 The demo's answers have 2 to 4 tokens, too few for blocks of 7. This is a supervised warm-up by the trainer's own step:
 right answers with advantage 1, at the trainer's own log-probabilities, make the policy gradient that of the likelihood.
@@ -94,10 +94,8 @@ def main() -> None:
         trainer.step(batch)
         if step % 10 == 0:
             logprobs = [x for g in groups for s in g.samples for x in s.completion.logprobs]
-            print(
-                f"step {step}: {-sum(logprobs) / len(logprobs):.4f} nats a token, {time.perf_counter() - started:.0f} s",
-                flush=True,
-            )
+            seconds = time.perf_counter() - started
+            print(f"step {step}: {-sum(logprobs) / len(logprobs):.4f} nats a token, {seconds:.0f} s", flush=True)
     save_peft(folder / "adapter", trainer.export_adapter(), recipe.model.path)
     (folder / "recipe.yaml").write_text(dump_resolved(recipe), encoding="utf-8")
 
