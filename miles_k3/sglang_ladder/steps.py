@@ -14,10 +14,11 @@ def steps() -> dict[str, Callable[[Path, Report], None]]:
     """Name -> what a process of its own does with a work folder and its report."""
     from miles_k3.sglang_ladder.golden import golden, golden_eager
     from miles_k3.sglang_ladder.ten_steps import ten_steps
-    from miles_k3.sglang_ladder.wide import wide_base, wide_lora
+    from miles_k3.sglang_ladder.wide import wide_base, wide_lora, wide_lora_blocks
 
     return {
-        "golden": golden, "golden-eager": golden_eager, "wide-base": wide_base, "wide-lora": wide_lora, "rl": ten_steps,
+        "golden": golden, "golden-eager": golden_eager, "wide-base": wide_base, "wide-lora": wide_lora,
+        "wide-lora-blocks": wide_lora_blocks, "rl": ten_steps,
     }  # fmt: skip
 
 

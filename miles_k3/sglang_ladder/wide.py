@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +68,14 @@ def wide_lora(work: Path, report: Report) -> None:
         report.check(
             "swap of the adapter with the first token, s", swaps["load_s"] + swaps["first_token_s"], limit=SWAP_S
         )
+
+
+def wide_lora_blocks(work: Path, report: Report) -> None:
+    """The same with SGLang's own LoRA kernels for the experts, to compare with."""
+    os.environ["MILES_K3_SGLANG_ROW_LORA"] = "0"  # read in SGLang's processes, which inherit it
+    with wide_engine(work, lora=True) as (engine, config):
+        engine.load_adapter(measures.next_update(engine, ADAPTER, random_adapter(config, "cuda")))
+        report.note(decode_ms_lora={b: measures.decode_step_ms(engine, prompts(b), None) for b in BATCHES})
 
 
 def _used_bytes() -> int:

@@ -35,7 +35,7 @@ def outcome(work: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
-def bare(kind: type, **attributes: Any) -> Any:
+def bare(kind: Any, **attributes: Any) -> Any:
     """An instance without its constructor's work."""
     made = kind.__new__(kind)
     if isinstance(made, torch.nn.Module):

@@ -89,9 +89,10 @@ def install() -> None:
     def experts_as_wholes(
         self: Any, uid: str, buffer_id: int, lora_adapter: Any, lora_modules: Any, *rest: Any, **options: Any
     ) -> None:
-        held: dict[int, dict[str, Tensor]] = {}
-        if lora_adapter is not None and uid is not None:
-            held = _take_experts(lora_adapter, lora_modules, FusedMoEWithLoRA)
+        if lora_adapter is None or uid is None:  # the base's slot
+            load(self, uid, buffer_id, lora_adapter, lora_modules, *rest, **options)
+            return
+        held = _take_experts(lora_adapter, lora_modules, FusedMoEWithLoRA)
         try:
             load(self, uid, buffer_id, lora_adapter, lora_modules, *rest, **options)
         finally:

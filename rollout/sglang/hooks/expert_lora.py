@@ -1,13 +1,18 @@
 """LoRA on K3's routed experts, which SGLang serves from packed MXFP4 with Marlin.
 
 SGLang's wrapper refuses the MXFP4 method, takes SiTU's beta for a sign of interleaved gates and ups, and has a Marlin
-runner for SiLU only. Here the wrapper gets the packed weights, halves as they are, and a runner of ours.
+runner for SiLU only. Here the wrapper gets the packed weights, halves as they are, and a runner of ours; small batches
+get LoRA kernels of ours, too (`row_lora`).
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
+
+# 0: SGLang's own LoRA kernels for every batch, to compare with.
+ROWS = os.environ.get("MILES_K3_SGLANG_ROW_LORA", "1") != "0"
 
 
 def refuse_padding(experts: Any) -> None:
@@ -35,6 +40,7 @@ def install() -> None:
     from sglang.srt.model_executor.runner import get_is_capture_mode
 
     from miles_k3.rollout.sglang.hooks.marlin_experts import MarlinSituExperts
+    from miles_k3.rollout.sglang.hooks.row_lora import row_hooks
 
     make, run = FusedMoEWithLoRA.__init__, FusedMoEWithLoRA.forward
 
@@ -68,7 +74,16 @@ def install() -> None:
     def forward(self: Any, hidden_states: Any, topk_output: Any, **options: Any) -> Any:
         if runs_base_only(self.lora_backend.batch_info, capturing=get_is_capture_mode()):
             return self.base_layer.forward(hidden_states, topk_output, **options)
-        return run(self, hidden_states, topk_output, **options)
+        core: Any = getattr(self._lora_runner, "runner_core", None)
+        hooks = None
+        if ROWS and isinstance(core, MarlinSituExperts):
+            hooks = row_hooks(self._get_lora_info(), hidden_states.shape[0])
+        if hooks is None:
+            return run(self, hidden_states, topk_output, **options)
+        dispatcher = self.base_layer.dispatcher
+        dispatched = dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
+        done = core.run_from_dispatch(dispatched, self._quant_info, self.moe_runner_config, hooks=hooks)
+        return dispatcher.combine(combine_input=done)
 
     FusedMoEWithLoRA.__init__ = init
     FusedMoEWithLoRA.forward = forward
