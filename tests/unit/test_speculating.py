@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers.engines import ask, tokens_of
 
 from miles_k3.assemble import load_engine
 from miles_k3.errors import ConfigError, EngineError
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.speculative.engine_costs import measure_engine
 from miles_k3.rollout.speculative.planner.choice import PlanMode
+from miles_k3.rollout.tasks.registry import make_task
+from miles_k3.types import SamplingParams
 from miles_k3.world import ALONE
 
 DRAFT = Path(__file__).resolve().parents[2] / "assets" / "tiny-k3-draft"
@@ -49,3 +52,26 @@ def test_a_trimming_engine_measures_costs_and_forgets_the_measuring() -> None:
     engine.speculator = None
     with pytest.raises(EngineError, match="an engine that speculates"):
         measure_engine(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["radix", "paged"])
+def test_warm_acceptance_is_cold_acceptance(cache: str) -> None:
+    """The shipped draft: what it is worth doesn't depend on who computed a prompt, nor on which policy kept it."""
+    recipe = load_recipe(
+        "tiny-cpu", [*ON, f"rollout.prefix_cache={cache}", "rollout.cache_min_tokens=1", "rollout.page_size=4"]
+    ).recipe
+    engine = load_engine(recipe, ALONE)
+    prompts = [p.token_ids for p in make_task(recipe.task, engine.tokenizer, seed=0).next(64)]
+    params = [SamplingParams(max_new_tokens=12, seed=i) for i in range(64)]
+    names = ("drafted_tokens", "accepted_tokens", *(f"verifies_accepting_{n}" for n in range(8)))
+    counts, answers = [], []
+    for _ in range(2):
+        before = dict(engine.stats())
+        answers.append(ask(engine, prompts, params))
+        now = engine.stats()
+        counts.append([now[name] - before[name] for name in names])
+    assert now["cached_prompt_tokens"] - before["cached_prompt_tokens"] > 0.9 * sum(map(len, prompts))
+    assert counts[0] == counts[1]
+    assert counts[0][1] > 2 * 64
+    assert tokens_of(answers[0]) == tokens_of(answers[1])

@@ -18,7 +18,10 @@ from helpers.engines import (
     random_prompts,
     tokens_of,
 )
+from helpers.speculating import book_of, speculating_engine
 
+from miles_k3.rollout.speculative.engine_costs import measure_engine
+from miles_k3.rollout.speculative.planner.choice import PlanMode
 from miles_k3.types import SamplingParams
 
 PROMPTS = [p for p in random_prompts(12, seed=41) for _ in range(2)]
@@ -91,3 +94,32 @@ def test_warm_overlapped_answers_equal_the_cpus(policy: str, pool: str) -> None:
         assert_idle(engine)
     assert engine.stats()["cached_prompt_tokens"] > 0 or policy == "paged"  # whose few states are evicted here
     assert engine.stats()["discarded_tokens"] > 0
+
+
+@pytest.mark.parametrize("every", [1, 3, 1000])
+def test_speculation_gives_plain_answers(every: int) -> None:
+    params = [SamplingParams(max_new_tokens=14, seed=i, temperature=float(i % 2)) for i in range(len(PROMPTS))]
+    plain = ask(make_engine(device="cuda", top_k=8), PROMPTS, params)
+    engine = speculating_engine(
+        book_of(PROMPTS, params, plain), every=every, device="cuda", top_k=8, max_running=10, prefix_cache="radix",
+        cache_min_tokens=1, page_size=8, track_interval=8,
+    )  # fmt: skip
+    answers = ask(engine, PROMPTS, params)
+    assert tokens_of(answers) == tokens_of(plain)
+    for answer, other in zip(answers, plain, strict=True):
+        assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+    assert_idle(engine)
+    assert engine.stats()["verify_steps"] > 0
+
+
+def test_a_random_draft_on_the_device() -> None:
+    """The draft's own kernels, its context in the pages, and the costs that trim goes by."""
+    params = [SamplingParams(max_new_tokens=9, seed=i, temperature=float(i % 2)) for i in range(len(PROMPTS))]
+    plain = ask(make_engine(device="cuda", top_k=8), PROMPTS, params)
+    engine = speculating_engine(None, device="cuda", top_k=8, max_running=10, how={"mode": PlanMode.TRIM})
+    assert engine.speculator is not None
+    engine.speculator.planner.profile = measure_engine(engine)
+    assert tokens_of(ask(engine, PROMPTS, params)) == tokens_of(plain)
+    engine.speculator.planner.profile = None
+    assert tokens_of(ask(engine, PROMPTS, params)) == tokens_of(plain)
+    assert engine.stats()["drafted_tokens"] > 0
