@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,38 +16,13 @@ from miles_k3.k3.weights import ResidentBase
 from miles_k3.protocols import OnTokens
 from miles_k3.rollout.cache.blocks import Kind
 from miles_k3.rollout.cache.layout import Layout
-from miles_k3.rollout.cache.memory import BlockPool
-from miles_k3.rollout.cache.split import SplitPool
-from miles_k3.rollout.cache.unified import UnifiedPool
-from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.model import EngineModel
-from miles_k3.rollout.embedded.prefix import Prefixes
 from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.rollout.embedded.request import Request, Stage, judge_params, judge_tokens
-from miles_k3.rollout.embedded.runner import Runner
-from miles_k3.rollout.embedded.scheduler import Scheduler
+from miles_k3.rollout.embedded.serving_parts import Serving
 from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.rollout.embedded.text import Detokenizer, StopText
 from miles_k3.types import AdapterConfig, AdapterUpdate, Completion, FinishReason, SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Serving:
-    """What memory, books and runner are made from, at the start and after a step that failed."""
-
-    layout: Layout
-    num_slots: int
-    num_pages: int
-    max_running: int
-    pages_per_request: int
-    cache_pool: str
-    prefix_cache: str
-    min_tokens: int
-    track_interval: int
-    prefill_chunk_tokens: int
-    share_prompts: bool
-    reserve_tokens: int | None
-    overlap: bool
 
 
 class EmbeddedEngine:
@@ -102,17 +76,17 @@ class EmbeddedEngine:
         self.store = AdapterStore(
             config, max_rank=max_lora_rank, dtype=base.dtype, device=base.device, num_slots=adapter_slots
         )
-        self._options = _Serving(
+        self._options = Serving(
             layout=Layout.for_model(
                 config, page_size=page_size, dtype=base.dtype,
                 draft_width=0 if speculative is None else speculative.config.context_width,
-            ), num_slots=num_slots,
+            ), device=base.device, num_slots=num_slots,
             num_pages=num_pages or max_running * per_request, max_running=max_running, pages_per_request=per_request,
             cache_pool=cache_pool, prefix_cache=prefix_cache, min_tokens=cache_min_tokens,
             track_interval=track_interval, prefill_chunk_tokens=prefill_chunk_tokens, share_prompts=share_prompts,
             reserve_tokens=reserve_tokens, overlap=base.device.type == "cuda" if overlap is None else overlap,
         )  # fmt: skip
-        self._model, self._device = EngineModel(base), base.device
+        self._model = EngineModel(base)
         self.speculator = None
         if speculative is not None:
             self.speculator = Speculator(speculative, self._model, self._options.layout, max_running)
@@ -124,22 +98,9 @@ class EmbeddedEngine:
 
     def _build(self) -> None:
         """Memory, books and runner, empty."""
-        at = self._options
-        make = UnifiedPool.holding if at.cache_pool == "unified" else SplitPool
-        self.pool: BlockPool = make(at.layout, at.num_slots, at.num_pages, self._device)
-        self.memory = RequestMemory(self.pool, max_running=at.max_running, max_pages=at.pages_per_request)
-        self.prefixes = Prefixes.over(
-            at.prefix_cache, self.memory, min_tokens=at.min_tokens, track_interval=at.track_interval
-        )
-        self.scheduler = Scheduler(
-            self.memory, prefill_chunk_tokens=at.prefill_chunk_tokens, share_prompts=at.share_prompts,
-            prefixes=self.prefixes, reserve_tokens=at.reserve_tokens,
-        )  # fmt: skip
-        if self.speculator is not None:
-            self.scheduler.decode_tokens = self.speculator.at.longest
-        self.runner = Runner(
-            self._model, self.store, self.memory, self.scheduler, overlap=at.overlap, speculator=self.speculator
-        )
+        parts = self._options.build(self._model, self.store, self.speculator)
+        self.pool, self.memory, self.prefixes = parts.pool, parts.memory, parts.prefixes
+        self.scheduler, self.runner = parts.scheduler, parts.runner
 
     @property
     def adapter_version(self) -> int:

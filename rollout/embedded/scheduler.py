@@ -58,10 +58,12 @@ class Scheduler:
         share_prompts: bool = True,
         prefixes: Prefixes | None = None,
         reserve_tokens: int | None = None,
+        decode_tokens: int = 1,
     ) -> None:
+        """`decode_tokens`: what a decoding request may feed in a step, which counts for the step's budget."""
         self.memory, self.prefixes = memory, prefixes
         self.prefill_chunk_tokens, self.share_prompts = prefill_chunk_tokens, share_prompts
-        self.decode_tokens = 1  # that a decoding request may feed in a step
+        self.decode_tokens = decode_tokens
         self.waiting: list[Request] = []  # by rank
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
