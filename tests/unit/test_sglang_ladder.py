@@ -61,7 +61,7 @@ def test_the_wide_steps_go_through(no_gpu: StandIn, tmp_path: Path, monkeypatch:
 def test_every_step_has_a_time_limit() -> None:
     limits = runpy.run_path(str(ROOT / "scripts" / "gpu_sglang.py"), run_name="ladder")["LIMITS"]
     assert set(limits) == set(steps())
-    assert max(limits.values()) < 600, "what one command on a lent machine may take"
+    assert max(limits.values()) < 600, "a step ends within ten minutes"
 
 
 def test_differences_are_told() -> None:
