@@ -11,7 +11,7 @@ from miles_k3.k3.config import K3Config
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.sglang.commands import serve_commands
 
-CLUSTER = ("rollout.engine=sglang", "rollout.engine_tp=16", "rollout.sglang.ep=16")
+CLUSTER = ("rollout.engine=sglang", "rollout.engine_tp=16", "rollout.sglang.ep=16", "rollout.sglang.nodes=1")
 PARTS = "rollout.sglang.disaggregation"
 
 

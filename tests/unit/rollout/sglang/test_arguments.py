@@ -16,7 +16,13 @@ K3 = "assets/kimi-k3"
 
 
 def made(*overrides: str) -> Recipe:
-    usual = ["rollout.engine=sglang", "rollout.engine_tp=16", "cluster.nodes=16", "cluster.ranks_per_node=4"]
+    usual = [
+        "rollout.engine=sglang",
+        "rollout.engine_tp=16",
+        "rollout.sglang.nodes=1",
+        "cluster.nodes=16",
+        "cluster.ranks_per_node=4",
+    ]
     return load_recipe("k3-64xgb300", [*usual, *overrides]).recipe
 
 
