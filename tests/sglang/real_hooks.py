@@ -129,16 +129,32 @@ def _experts() -> Any:
     method = bare(Mxfp4MoEMethod, use_marlin=True, hidden_pad=0)
     layer = torch.nn.Module()
     for name, value in {
-        "quant_method": method, "dispatcher": SimpleNamespace(local_expert_mapping=None, num_experts=2),
+        "quant_method": method, "num_experts": 2,
+        "dispatcher": SimpleNamespace(
+            local_expert_mapping=None, num_experts=2, dispatch=lambda **given: given,
+            combine=lambda combine_input: combine_input,
+        ),
         "num_local_experts": 2, "should_fuse_routed_scaling_factor_in_topk": False, "moe_tp_size": 1,
         "moe_tp_rank": 0, "intermediate_size_per_partition": 128, "hidden_size": 256, "w13_weight": torch.zeros(1),
         "w2_weight": torch.zeros(1), "w13_weight_scale": torch.zeros(1), "w2_weight_scale": torch.zeros(1),
         "moe_runner_config": MoeRunnerConfig(activation="situ", gemm1_alpha=4.0, gemm1_clamp_limit=25.0),
     }.items():  # fmt: skip
         setattr(layer, name, value)
-    wrapper = FusedMoEWithLoRA(layer, SimpleNamespace(is_moe_lora=False))
+    layer.forward = lambda hidden_states, topk_output: "the base"
+    backend = SimpleNamespace(is_moe_lora=False, batch_info=None)
+    wrapper = FusedMoEWithLoRA(layer, backend)
     kept = layer.quant_method is method and wrapper.quant_method is method
-    return [type(wrapper._lora_runner.runner_core).__name__, wrapper._uses_interleaved_gate_up, kept]
+    core = wrapper._lora_runner.runner_core
+    wrapper.set_lora_info(*(torch.zeros(s) for s in ((2, 1, 8, 256), (2, 2, 256, 4), (2, 2, 4, 128), (2, 1, 256, 4))))
+    core.run_from_dispatch = lambda dispatched, packed, config, hooks: type(hooks).__name__
+    paths = []
+    for active in (None, False, True):
+        routes = SimpleNamespace(seg_indptr=0, req_to_lora=0, adapter_enabled=0, token_lora_mapping=torch.zeros(3))
+        backend.batch_info = None if active is None else SimpleNamespace(
+            has_active_lora=active, lora_ranks=torch.tensor([0, 4]), moe_lora_info=routes
+        )  # fmt: skip
+        paths.append(wrapper.forward(torch.zeros(3, 256), None))
+    return [type(core).__name__, wrapper._uses_interleaved_gate_up, kept, paths]
 
 
 def _experts_stub() -> None:

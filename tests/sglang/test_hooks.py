@@ -20,7 +20,7 @@ EXPECTED: dict[str, tuple[Any, Any]] = {
     "hidden_dims": ([[7168, 6144], [3072, 7168], [12288, 7168]], [[3584, 6144], [3072, 3584], [8192, 7168]]),
     "output_gate": ([[1.0, 1.0]], [[0.5, 0.5]]),
     "moe_front": (True, False),
-    "expert_lora": ("AssertionError", ["MarlinSituExperts", False, True]),
+    "expert_lora": ("AssertionError", ["MarlinSituExperts", False, True, ["the base", "the base", "RowHooks"]]),
     "graph_buffers": ("AttributeError", [[3, 2, 256], [6, 128], [3, 2, 256]]),
     "expert_capture": (None, 7),
     "report": (None, list(hook_names())),
