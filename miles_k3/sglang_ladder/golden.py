@@ -146,7 +146,8 @@ def _swaps(engine: SglangEngine, backend: Recorded, tensors: measures.Adapter, r
     report.check("versions in one batch against alone, mean", mixed["mean"], limit=MEAN)
     report.check("versions in one batch, right ones", float(mixed["versions_right"]), limit=1, at_least=True)
     report.check("tokens that two versions share", mixed["common_tokens_of_two_versions"], limit=16 * len(prompts) - 1)
-    hits = measures.prefix_hits(engine, lambda: backend.cached_tokens, prompts[0], lambda: another(2.0))
+    long = [token for prompt in prompts[:3] for token in prompt]  # states are kept every 256 tokens
+    hits = measures.prefix_hits(engine, lambda: backend.cached_tokens, long, lambda: another(2.0))
     report.note(prefix_hits=hits)
     report.check("prompt tokens from the cache, the same version", hits["again"], limit=1, at_least=True)
     report.check("prompt tokens from the cache, the next version", hits["next_version"], limit=0)
@@ -181,5 +182,6 @@ def _leaks(engine: SglangEngine, tensors: measures.Adapter, report: Report) -> N
 def _free_bytes() -> int:
     """Of the whole GPU, whichever process holds the rest."""
     torch.cuda.synchronize()
+    torch.cuda.ipc_collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]

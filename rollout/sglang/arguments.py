@@ -18,7 +18,10 @@ _HIDDEN_BLOCK = 1024  # of that kernel; it has no mask, so that other widths giv
 _LATENT_BLOCK, _EXPERT_BLOCK = 256, 128  # Marlin's tiles; it pads to them, which LoRA doesn't know
 _KDA_HEAD = 128
 _TRITON_CACHE_WIDTH = 576
-_EMBEDDED_ONLY = {"cache_pool": "unified", "cache_min_tokens": 64, "reserve_tokens": None, "overlap": None}
+_EMBEDDED_ONLY = {
+    "cache_pool": "unified", "cache_min_tokens": 64, "reserve_tokens": None, "overlap": None, "track_interval": 1024,
+    "cache_slots": 0,
+}  # fmt: skip
 _DCP_ATTENTION = ("cutedsl_mla", "tokenspeed_mla")
 _UNIFIED_ATTENTION = ("auto", "triton", "fa3", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla")
 
@@ -165,6 +168,13 @@ def _option_problems(recipe: Recipe) -> Iterator[str]:
                 f"rollout.{key} is {getattr(rollout, key)}, which only the embedded engine reads; leave it out beside "
                 "rollout.engine: sglang"
             )
+    whole = rollout.max_running * (recipe.task.max_prompt_tokens + rollout.sampling.max_new_tokens)
+    if not rollout.preempt_groups and cache_tokens(recipe) < whole:
+        yield (
+            f"rollout.num_pages hold {cache_tokens(recipe)} tokens, {rollout.max_running} whole requests need {whole}: "
+            "SGLang would retract some of a group, which rollout.preempt_groups false forbids; set that to true, "
+            "rollout.num_pages to 0 or more, or lower rollout.max_running"
+        )
     if rollout.prefix_cache == "paged":
         yield "rollout.prefix_cache is paged, which SGLang doesn't have; set it to radix or off"
 

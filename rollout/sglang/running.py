@@ -14,6 +14,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from miles_k3.adapters.layout import adapter_layout
 from miles_k3.errors import AdapterError, EngineError
 from miles_k3.k3.config import K3Config
@@ -166,6 +168,9 @@ class RunningSglang:
             serialized_named_tensors=serialized(update, layout, self._engine.server_args.tp_size),
         )  # fmt: skip
         answer = self._ask(self._manager.load_lora_adapter_from_tensors(request, None))
+        del request
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # memory that was lent stays allocated until then
         if not answer.success:
             raise AdapterError(f"SGLang refused adapter v{update.version} as {name}: {answer.error_message}")
 

@@ -60,7 +60,7 @@ class MarlinSituExperts:
 
         if hooks is None:
             raise RuntimeError("MarlinSituExperts was called without LoRA hooks; the base layer serves such batches")
-        z, routes = dispatch_output.hidden_states, dispatch_output.topk_output
+        z, routes = dispatch_output.hidden_states.contiguous(), dispatch_output.topk_output
         beta, linear_beta = self._config.gemm1_alpha, self._config.gemm1_clamp_limit
         marlin = _Marlin(z, routes.topk_weights, routes.topk_ids, quant_info)
         experts = Experts(

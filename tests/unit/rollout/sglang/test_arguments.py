@@ -83,6 +83,8 @@ def test_off_means_off() -> None:
          "unified_memory is true with"),
         (["rollout.cache_pool=split"], {}, "rollout.cache_pool is split, which only the embedded"),
         (["rollout.prefix_cache=paged"], {}, "prefix_cache is paged"),
+        (["rollout.track_interval=64"], {}, "rollout.track_interval is 64, which only the embedded"),
+        (["rollout.max_running=16"], {}, "hold 65536 tokens, 16 whole requests need 98304"),
     ],
 )  # fmt: skip
 def test_refusals(overrides: list[str], changes: dict[str, Any], message: str) -> None:
