@@ -117,6 +117,11 @@ def _model_problems(c: K3Config, recipe: Recipe) -> Iterator[str]:
             f"the model's routed_expert_hidden_size is {c.routed_expert_hidden_size}; Marlin pads it to a multiple of "
             f"{_LATENT_BLOCK}, which LoRA doesn't know; choose another model, {other}"
         )
+    if c.mla_latent_norm_eps != c.rms_norm_eps:
+        yield (
+            f"model.mla_latent_norm_eps is {c.mla_latent_norm_eps}, SGLang's latent norms take rms_norm_eps "
+            f"{c.rms_norm_eps}; set it to null, {other}"
+        )
     if recipe.model.dtype != "bfloat16":
         yield f"model.dtype is {recipe.model.dtype}; SGLang's MXFP4 experts compute in bfloat16; set that, {other}"
 
