@@ -14,6 +14,7 @@ import torch
 from miles_k3.config import Recipe
 from miles_k3.errors import ConfigError, LaunchError
 from miles_k3.k3.config import K3Config
+from miles_k3.k3.random_weights import random_base
 from miles_k3.k3.weights import ResidentBase, load_base
 from miles_k3.launch import pick_device, pick_threads, refuse_launch
 from miles_k3.protocols import Engine, Trainer
@@ -91,7 +92,7 @@ def load_engine(recipe: Recipe, world: World) -> EmbeddedEngine:
 def load_model(recipe: Recipe, world: World) -> Model:
     """A base of its own and its tokenizer, for a process that does not train."""
     torch.set_num_threads(pick_threads(recipe.run.threads, world))
-    return _load_model(recipe, model_config(recipe), load_tokenizer(recipe.model.path), world)
+    return _load_model(recipe, model_config(recipe), load_tokenizer(recipe.model.tokenizer_folder), world)
 
 
 def load_recipe_engine(recipe: Recipe, world: World) -> Engine:
@@ -99,21 +100,26 @@ def load_recipe_engine(recipe: Recipe, world: World) -> Engine:
     if recipe.rollout.engine == "embedded":
         return load_engine(recipe, world)
     config = model_config(recipe)
-    return start_sglang_engine(recipe, config, load_tokenizer(recipe.model.path), longest_sequence(recipe, config), 0)
+    return start_sglang_engine(
+        recipe, config, load_tokenizer(recipe.model.tokenizer_folder), longest_sequence(recipe, config), 0
+    )
 
 
 def _load(recipe: Recipe, config: K3Config, world: World, stack: ExitStack) -> tuple[Model, GradedTask, RewardPool]:
-    tokenizer = load_tokenizer(recipe.model.path)
+    tokenizer = load_tokenizer(recipe.model.tokenizer_folder)
     task = make_task(recipe.task, tokenizer, seed=recipe.run.seed)
     rewards = stack.enter_context(RewardPool(task, recipe.task.reward_workers, recipe.task.reward_timeout_s))
     return _load_model(recipe, config, tokenizer, world), task, rewards
 
 
 def _load_model(recipe: Recipe, config: K3Config, tokenizer: Any, world: World) -> Model:
-    base = load_base(
-        recipe.model.path, config, dtype=DTYPES[recipe.model.dtype],
-        device=pick_device(recipe.model.device, world.local_rank), base_dtype=recipe.model.base_dtype,
-    )  # fmt: skip
+    dtype, device = DTYPES[recipe.model.dtype], pick_device(recipe.model.device, world.local_rank)
+    if recipe.model.weights == "random":
+        base = random_base(
+            config, dtype=dtype, device=device, base_dtype=recipe.model.base_dtype, seed=recipe.run.seed
+        )  # fmt: skip
+    else:
+        base = load_base(recipe.model.path, config, dtype=dtype, device=device, base_dtype=recipe.model.base_dtype)
     return Model(config=config, base=base, tokenizer=tokenizer)
 
 
@@ -178,6 +184,7 @@ def make_embedded_engine(
             cache_pool=rollout.cache_pool, cache_min_tokens=rollout.cache_min_tokens,
             track_interval=rollout.track_interval, reserve_tokens=rollout.reserve_tokens, overlap=rollout.overlap,
             speculative=speculative or speculative_of(rollout.speculative, model.config),
+            kernels=rollout.kernels, cuda_graphs=rollout.cuda_graphs,
         )  # fmt: skip
         measure_if_asked(engine, rollout.speculative)
         return engine

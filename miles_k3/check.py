@@ -108,6 +108,10 @@ def _check_weights(found: Findings, recipe: Recipe, folder: Path, config: K3Conf
     from miles_k3.k3.safetensors_io import Checkpoint
     from miles_k3.k3.weights import UNPACKED
 
+    if recipe.model.weights == "random":
+        found.add("weights", True, "random, drawn at the start: what is trained is worth nothing but its speed")
+        return
+
     with found.asking("weights"), Checkpoint(folder) as checkpoint:
         problems = checkpoint.check(checkpoint.table(config))
         if recipe.model.base_dtype == "mxfp4" and not checkpoint.packed:
@@ -123,7 +127,7 @@ def _check_weights(found: Findings, recipe: Recipe, folder: Path, config: K3Conf
 
 
 def _check_tokenizer(found: Findings, recipe: Recipe, config: K3Config | None) -> Any | None:
-    folder = recipe.model.path
+    folder = recipe.model.tokenizer_folder
     if not (Path(folder) / "tokenizer.json").is_file():
         found.add("tokenizer", False, f"{folder}/tokenizer.json does not exist; copy it from the model's source")
         return None

@@ -9,7 +9,14 @@ from typing import Annotated
 
 import typer
 
-from miles_k3.commands.bench import bench_attention, bench_kda, bench_moe, bench_speculative
+from miles_k3.commands.bench import (
+    bench_attention,
+    bench_decode,
+    bench_kda,
+    bench_moe,
+    bench_prefill,
+    bench_speculative,
+)
 from miles_k3.commands.doctor import doctor
 from miles_k3.commands.draft import draft_app
 from miles_k3.commands.export import export
@@ -44,7 +51,7 @@ app.command("import")(import_peft)
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
 app.add_typer(bench_app, name="bench")
-for _bench in (bench_moe, bench_kda, bench_attention, bench_speculative):
+for _bench in (bench_decode, bench_prefill, bench_moe, bench_kda, bench_attention, bench_speculative):
     bench_app.command(_bench.__name__.removeprefix("bench_"))(_bench)
 
 USER_ERROR = 2

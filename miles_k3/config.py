@@ -36,6 +36,10 @@ class ModelSection(Section):
     """The base checkpoint and the precision it is computed in."""
 
     path: Text = Field(description="Hugging Face folder: config.json, tokenizer.json, MXFP4 safetensors.")
+    weights: Literal["checkpoint", "random"] = Field(
+        default="checkpoint", description="random: drawn at the start, for sizes that no checkpoint is at hand for."
+    )
+    tokenizer: str | None = Field(default=None, description="Folder of the tokenizer; null takes model.path.")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="bfloat16", description="Compute and storage type of the dense base."
     )
@@ -44,6 +48,11 @@ class ModelSection(Section):
         description="bf16: experts dequantised once, shared by trainer and engine; mxfp4: they stay packed.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto takes CUDA where there is one.")
+
+    @property
+    def tokenizer_folder(self) -> str:
+        return self.tokenizer or self.path
+
     mla_latent_norm_eps: float | None = Field(
         default=None, gt=0.0, description="Eps of the MLA latent norms; null takes rms_norm_eps."
     )
@@ -139,6 +148,13 @@ class RolloutSection(Section):
     )  # fmt: skip
     overlap: bool | None = Field(
         default=None, description="Plan and queue a step while the one before runs; null does so on CUDA."
+    )
+    kernels: Literal["auto", "plain", "fused"] = Field(
+        default="auto",
+        description="The engine's forward in plain torch or on Triton kernels; auto takes those on CUDA.",
+    )
+    cuda_graphs: bool | None = Field(
+        default=None, description="Record decode steps as CUDA graphs; null does so with the Triton kernels on CUDA."
     )
     cache_min_tokens: PositiveInt = Field(
         default=64,

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from miles_k3.errors import LaunchError
 from miles_k3.k3.kernels.attn_res_norm import Write, attn_res_norm
+from miles_k3.k3.kernels.dense_lora import segmented_lora_
 from miles_k3.k3.kernels.fused_experts import fused_experts
 from miles_k3.k3.kernels.grouped_mxfp4 import grouped_mxfp4, grouped_mxfp4_transposed
 from miles_k3.k3.kernels.kda_decode import KdaDecodeWeights, kda_decode
 from miles_k3.k3.kernels.mla_decode import mla_decode
 from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts
 from miles_k3.k3.kernels.router import choose_experts
-from miles_k3.k3.kernels.segmented_lora import segmented_lora_
 from miles_k3.k3.ops import decode, mxfp4
 from miles_k3.k3.ops.latent_moe import route
 from miles_k3.k3.ops.lora import ExpertLoraTerm, LoraTerm, lora_delta

@@ -144,6 +144,7 @@ def _engine(plan: ServePlan) -> tuple[EmbeddedEngine, object]:
             cache_min_tokens=rollout.cache_min_tokens, track_interval=rollout.track_interval,
             reserve_tokens=rollout.reserve_tokens, overlap=rollout.overlap,
             speculative=speculative_of(rollout.speculative, config),
+            kernels=rollout.kernels, cuda_graphs=rollout.cuda_graphs,
         )  # fmt: skip
         measure_if_asked(engine, rollout.speculative)
     except (MemoryError, OverflowError, RuntimeError) as e:

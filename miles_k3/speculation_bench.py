@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from miles_k3.assemble import DTYPES, Model, load_model, longest_sequence, make_embedded_engine, model_config
 from miles_k3.config import Recipe
 from miles_k3.drafting import new_draft_config
 from miles_k3.errors import ConfigError
 from miles_k3.files import write_text
-from miles_k3.k3.config import K3Config
-from miles_k3.k3.params import DType, Param, text_params
-from miles_k3.k3.weights import ResidentBase, build_base
+from miles_k3.k3.random_weights import random_base
 from miles_k3.launch import pick_device
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.proposal import Speculative
@@ -210,23 +207,5 @@ def _random_model(recipe: Recipe) -> Model:
     """The recipe's shapes with random weights, made on the device."""
     config = model_config(recipe)
     device = pick_device(recipe.model.device)
-    return Model(config=config, base=_random_base(recipe, config, device), tokenizer=None)
-
-
-def _random_base(recipe: Recipe, config: K3Config, device: torch.device) -> ResidentBase:
-    generator = torch.Generator(device).manual_seed(0)
-
-    def read(p: Param) -> torch.Tensor:
-        if p.dtype is DType.U8:
-            low, high = (118, 122) if p.name.endswith("scale") else (0, 256)
-            return torch.randint(low, high, p.shape, dtype=torch.uint8, device=device, generator=generator)
-        dtype = torch.float32 if p.dtype is DType.F32 else torch.bfloat16
-        if len(p.shape) == 1:
-            return torch.full(p.shape, 0.5, dtype=dtype, device=device)
-        normal = torch.randn(p.shape, device=device, generator=generator)
-        return (normal * p.shape[-1] ** -0.5).to(dtype)
-
-    return build_base(
-        config, text_params(config), read, dtype=DTYPES[recipe.model.dtype], device=device,
-        base_dtype=recipe.model.base_dtype,
-    )  # fmt: skip
+    base = random_base(config, dtype=DTYPES[recipe.model.dtype], device=device, base_dtype=recipe.model.base_dtype)
+    return Model(config=config, base=base, tokenizer=None)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles_k3.k3.kernels.fla_tuning import HOPPER, import_fla
 from miles_k3.k3.ops.packed import Packed
 from miles_k3.trainer.model import kda_fla
 from miles_k3.trainer.model.kda_core import KdaMaps, delta_rule
@@ -37,7 +38,7 @@ def draw(tokens: int) -> tuple[tuple[int, ...], list[Tensor]]:
 
 def fla_tuned(inputs: list[Tensor], packed: Packed, host: Tensor) -> Tensor:
     """fla as it comes: every kernel tunes itself."""
-    out, _ = kda_fla._fla("ops.kda").chunk_kda(
+    out, _ = import_fla("ops.kda").chunk_kda(
         *(x.unsqueeze(0) for x in inputs), use_qk_l2norm_in_kernel=True, safe_gate=True, cu_seqlens=packed.cu_seqlens,
         cu_seqlens_cpu=host,
     )  # fmt: skip
@@ -90,7 +91,7 @@ def forward_backward(form: Callable[[], Tensor], inputs: list[Tensor], repeats: 
 def picks() -> list[dict[str, Any]]:
     """The configurations that each autotuner timed last, fastest first: (warps, stages, tile sizes, milliseconds)."""
     rows = []
-    for kernel in kda_fla.HOPPER:
+    for kernel in HOPPER:
         timings = getattr(kernel.tuner, "configs_timings", None) or {}
         timed = sorted([t[0], c.num_warps, c.num_stages, str(c.kwargs)] for c, t in timings.items())
         rows.append({"kernel": kernel.name, "configs": len(kernel.tuner.configs), "timed": timed})
@@ -103,7 +104,7 @@ def measure(name: str, tokens: list[int], repeats: int) -> dict[str, Any]:
         lengths, inputs = draw(count)
         form = form_of(name, lengths, inputs)
         if i == 0:
-            found["import_s"] = seconds(lambda: name == "torch" or kda_fla._fla("ops.kda"))
+            found["import_s"] = seconds(lambda: name == "torch" or import_fla("ops.kda"))
             outs: list[Tensor] = []
             found["first_forward_s"] = seconds(lambda form=form, outs=outs: outs.append(form()))
             grad = torch.randn_like(outs[0])

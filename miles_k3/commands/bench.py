@@ -1,4 +1,4 @@
-"""`miles-k3 bench moe|kda|attention|speculative`: the kernels on one GPU; modes of speculation anywhere."""
+"""`miles-k3 bench ...`: kernels, whole engine steps and modes of speculation, measured on this machine."""
 
 from __future__ import annotations
 
@@ -42,6 +42,38 @@ def bench_kda(tokens: Tokens = None, out: Out = Path("runs/bench")) -> None:
 def bench_attention(tokens: Tokens = None, out: Out = Path("runs/bench")) -> None:
     """MLA decode over 8,192 tokens of context, attention residuals with their norm, dense LoRA of two versions."""
     _bench("attention", tokens, out)
+
+
+Folder = Annotated[Path, typer.Option("--model", help="Folder with a config.json: weights of its widths are drawn.")]
+
+
+def bench_decode(
+    model: Folder = Path("assets/k3-4layer"),
+    batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests; may be repeated.")] = None,
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of each prompt.")] = 256,
+    out: Out = Path("runs/bench"),
+) -> None:
+    """Recorded decode steps of the engine with and without LoRA, random weights, beside the bytes' floor."""
+    _engine_bench("decode", model, batch or [1, 8, 64], context, out)
+
+
+def bench_prefill(
+    model: Folder = Path("assets/k3-4layer"),
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Of one prompt, computed in one chunk.")] = 8192,
+    out: Out = Path("runs/bench"),
+) -> None:
+    """One prompt in one chunk with and without LoRA, random weights, beside the FLOPs' floor."""
+    _engine_bench("prefill", model, [1], tokens, out)
+
+
+def _engine_bench(name: str, model: Path, batches: list[int], context: int, out: Path) -> None:
+    from miles_k3 import engine_bench, kernel_bench
+
+    ceilings, rows = engine_bench.run(
+        name, model, batches, context, told=lambda row: typer.echo(f"{row.shape}: {row.ms:.3f} ms", err=True)
+    )
+    typer.echo(kernel_bench.markdown(rows))
+    typer.echo(f"{ceilings.device}; written: {kernel_bench.write(name, ceilings, rows, out)}", err=True)
 
 
 def bench_speculative(

@@ -30,7 +30,8 @@ def diagnose(
     check_disk_speed(found, Path(recipe.run.folder if recipe else ".").expanduser().absolute())
     if recipe is not None:
         found += check_recipe(recipe)
-        check_model_files(found, Path(recipe.model.path), hashes=hashes)
+        if recipe.model.weights == "checkpoint":
+            check_model_files(found, Path(recipe.model.path), hashes=hashes)
     if run is not None and recipe is not None:
         check_run_files(found, run)
         if (run / "adapter").is_dir() and any(f.name == "model" and f.ok for f in found):

@@ -118,14 +118,16 @@ class MlaLayer:
             cache_BSC = _gather(kv_PZC, batch.decode.table_BP)
             parts.append(mla_step(q_TNQ[:n], cache_BSC, batch.decode.bias_B1S, w.w_k_NPC, w.w_v_NVC))
         if batch.verify is not None and kv_PZC is not None:
-            cache_BSC = _gather(kv_PZC, batch.verify.table_BP)
-            steps, biases = batch.verify.steps, batch.verify.biases
-            parts.append(mla_verify(q_TNQ[:n], cache_BSC, biases, w.w_k_NPC, w.w_v_NVC, steps))
+            parts.append(self._verify(q_TNQ[:n], kv_PZC, batch.verify))
         if batch.chunks is not None:
             parts.append(self._chunks(q_TNQ[n:], row_TC[n:], batch.chunks, kv_PZC))
         o_TNV = joined(parts)
         o_TD = o_TNV.flatten(1) * (x_TH @ w.gate_t).sigmoid_()
         return adapters.add_(o_TD @ w.out_t, o_TD, self.layer, OUT)
+
+    def _verify(self, q_TNQ: Tensor, kv_PZC: Tensor, batch: VerifyBatch) -> Tensor:
+        cache_BSC = _gather(kv_PZC, batch.table_BP)
+        return mla_verify(q_TNQ, cache_BSC, batch.biases, self.w.w_k_NPC, self.w.w_v_NVC, batch.steps)
 
     def _chunks(self, q_TNQ: Tensor, row_TC: Tensor, batch: ChunkBatch, kv_PZC: Tensor | None) -> Tensor:
         if len(batch.buckets) == 1:

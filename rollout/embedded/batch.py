@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,13 +39,22 @@ class StateRows:
         return cls(rows_B=put(rows_B, device), span=slice(first, first + count) if consecutive else None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeBatch:
-    """One new token a request. `bias_B1S` is 0 where the request may look and -inf elsewhere."""
+    """One new token a request. `lengths_B` counts it: what the request may look at."""
 
     states: StateRows
     table_BP: Tensor
-    bias_B1S: Tensor
+    lengths_B: Tensor
+    page_size: int
+
+    @cached_property
+    def bias_B1S(self) -> Tensor:
+        """0 where the request may look and -inf elsewhere."""
+        # Made where it is used: at 256 requests of 4k tokens it is 4 MB, and most of the host's work on a step.
+        positions_S = torch.arange(self.table_BP.shape[1] * self.page_size, device=self.table_BP.device)
+        hidden_BS = positions_S >= self.lengths_B[:, None]
+        return torch.zeros(hidden_BS.shape, device=hidden_BS.device).masked_fill_(hidden_BS, -torch.inf).unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,9 +102,11 @@ class Bucket:
 class ChunkBatch:
     """Chunks of prompts, or whole sequences that touch no cache (`states` None).
 
-    `last_B` index, among the chunks' tokens, of each one's last; `has_context`: some chunk continues a cached one.
+    `lengths` of the chunks, `last_B` index, among the chunks' tokens, of each one's last; `has_context`: some chunk
+    continues a cached one.
     """
 
+    lengths: tuple[int, ...]
     packed: Packed
     chunks: Chunks
     buckets: tuple[Bucket, ...]
@@ -178,16 +190,12 @@ def uncached_batch(sequences: Sequence[Sequence[int]], device: torch.device) -> 
 
 
 def _decode_batch(memory: RequestMemory, requests: Sequence[Request]) -> DecodeBatch:
-    device, contexts_B = memory.pool.device, torch.tensor([r.num_cached for r in requests])
-    table_BP = memory.page_rows(requests, int(contexts_B.max()) + 1)
-    # Made where it is used: at 256 requests of 4k tokens it is 4 MB, and most of the host's work on a step.
-    positions_S = torch.arange(table_BP.shape[1] * memory.page_size, device=device)
-    hidden_BS = positions_S > put(contexts_B, device)[:, None]
-    bias_BS = torch.zeros(hidden_BS.shape, device=device).masked_fill_(hidden_BS, -torch.inf)
+    device, lengths_B = memory.pool.device, torch.tensor([r.num_cached + 1 for r in requests])
     return DecodeBatch(
         states=StateRows.of(memory.pool.slot_rows([r.slot for r in requests]), device),
-        table_BP=put(table_BP, device),
-        bias_B1S=bias_BS.unsqueeze(1),
+        table_BP=put(memory.page_rows(requests, int(lengths_B.max())), device),
+        lengths_B=put(lengths_B, device),
+        page_size=memory.page_size,
     )
 
 
@@ -235,8 +243,8 @@ def _packed_chunks(
         memory, requests = cached
         states = StateRows.of(memory.pool.slot_rows([r.slot for r in requests]), device)
     return ChunkBatch(
-        packed=packed, chunks=Chunks.of(host).to(device), buckets=tuple(buckets), last_B=packed.last_index_B(),
-        states=states, has_context=any(contexts),
+        lengths=tuple(lengths), packed=packed, chunks=Chunks.of(host).to(device), buckets=tuple(buckets),
+        last_B=packed.last_index_B(),        states=states, has_context=any(contexts),
     )  # fmt: skip
 
 

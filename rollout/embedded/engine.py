@@ -16,7 +16,7 @@ from miles_k3.k3.weights import ResidentBase
 from miles_k3.protocols import OnTokens
 from miles_k3.rollout.cache.blocks import Kind
 from miles_k3.rollout.cache.layout import Layout
-from miles_k3.rollout.embedded.model import EngineModel
+from miles_k3.rollout.embedded.model_choice import choose_model, records_decodes
 from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.rollout.embedded.request import Request, Stage, judge_params, judge_tokens
 from miles_k3.rollout.embedded.serving_parts import Serving
@@ -57,6 +57,8 @@ class EmbeddedEngine:
         reserve_tokens: int | None = None,
         overlap: bool | None = None,
         speculative: Speculative | None = None,
+        kernels: Literal["auto", "plain", "fused"] = "auto",
+        cuda_graphs: bool | None = None,
     ) -> None:
         """`num_pages` 0 holds `max_running` requests of `max_sequence_tokens`. `adapter_config`: refuse any other.
         `cache_slots`: state checkpoints that the prefix cache may hold beside those that find room among the requests';
@@ -64,7 +66,9 @@ class EmbeddedEngine:
         tokens that a request gets memory for at first; None for all it may have. `cache_pool`: one memory for states
         and pages, or one of each kind. `track_interval`: tokens between snapshots of long prompts and growing answers;
         0 takes none. `adapter_slots`: versions that can be live at once beside the base. `overlap`: plan and queue a
-        step while the one before runs; None does so on CUDA. `speculative`: draft tokens, and verify them.
+        step while the one before runs; None does so on CUDA. `speculative`: draft tokens, and verify them. `kernels`:
+        the forward in plain torch or on Triton kernels; auto takes those on CUDA where the widths fit. `cuda_graphs`:
+        record decode steps; None does so with the kernels, but not with `speculative`.
 
         Raises EngineError when `config` or `dtype` are not the base's own.
         """
@@ -76,6 +80,7 @@ class EmbeddedEngine:
         self.store = AdapterStore(
             config, max_rank=max_lora_rank, dtype=base.dtype, device=base.device, num_slots=adapter_slots
         )
+        self._model = choose_model(base, kernels)
         self._options = Serving(
             layout=Layout.for_model(
                 config, page_size=page_size, dtype=base.dtype,
@@ -85,8 +90,8 @@ class EmbeddedEngine:
             cache_pool=cache_pool, prefix_cache=prefix_cache, min_tokens=cache_min_tokens,
             track_interval=track_interval, prefill_chunk_tokens=prefill_chunk_tokens, share_prompts=share_prompts,
             reserve_tokens=reserve_tokens, overlap=base.device.type == "cuda" if overlap is None else overlap,
+            cuda_graphs=records_decodes(self._model, cuda_graphs, speculative is not None),
         )  # fmt: skip
-        self._model = EngineModel(base)
         self.speculator = None
         if speculative is not None:
             self.speculator = Speculator(speculative, self._model, self._options.layout, max_running)
@@ -308,6 +313,8 @@ class EmbeddedEngine:
         if self._requests:
             raise EngineError(f"{len(self._requests)} requests run or wait; await or abort them before sleep")
         self._forget_dead(all_of_them=True)
+        if self.runner.graphs is not None:
+            self.runner.graphs.forget()
         self.pool.sleep()
         if self.speculator is not None:
             self.speculator.sleep()

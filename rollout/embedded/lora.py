@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from miles_k3.adapters.store import BASE_SLOT, AdapterSlot, AdapterStore
+from miles_k3.adapters.store import BASE_SLOT, AdapterSlot, AdapterStore, Factors
 from miles_k3.k3.ops.lora import ExpertLoraTerm
 from miles_k3.rollout.cache.device import put
 
@@ -20,9 +20,13 @@ EXPERTS = "block_sparse_moe.experts."
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAdapters:
-    """Adapter slots with the tokens they speak for: bool [T, 1], or None for every token of the step."""
+    """Adapter slots with the tokens they speak for: bool [T, 1], or None for every token of the step.
+
+    `slot_T` int32 says the same by token: its place in `parts`, or -1.
+    """
 
     parts: tuple[tuple[AdapterSlot, Tensor | None], ...] = ()
+    slot_T: Tensor | None = None
 
     @classmethod
     def of(
@@ -33,15 +37,26 @@ class StepAdapters:
         slots = [(version, store.slot_index_of(version)) for version in distinct]
         if len(slots) == 1:
             index = slots[0][1]
-            return cls() if index == BASE_SLOT else cls(((store.slots[index], None),))
-        version_T = put(torch.tensor(versions).repeat_interleave(torch.tensor(counts)), device)
-        return cls(
-            tuple(
-                (store.slots[index], (version_T == version).unsqueeze(1))
-                for version, index in slots
-                if index != BASE_SLOT
-            )
-        )
+            if index == BASE_SLOT:
+                return cls()
+            return cls(((store.slots[index], None),), torch.zeros(sum(counts), dtype=torch.int32, device=device))
+        adapted = [(version, store.slots[index]) for version, index in slots if index != BASE_SLOT]
+        place = {version: i for i, (version, _) in enumerate(adapted)}
+        places = torch.tensor([place.get(version, -1) for version in versions], dtype=torch.int32)
+        return cls.by_token([slot for _, slot in adapted], put(places.repeat_interleave(torch.tensor(counts)), device))
+
+    @classmethod
+    def by_token(cls, slots: Sequence[AdapterSlot], slot_T: Tensor) -> StepAdapters:
+        """`slot_T` int32: each token's place in `slots`, negative for the bare base."""
+        return cls(tuple((slot, (slot_T == i).unsqueeze(1)) for i, slot in enumerate(slots)), slot_T)
+
+    @property
+    def scalings(self) -> list[float]:
+        return [slot.scaling for slot, _ in self.parts]
+
+    def factors(self, layer: int, module: str) -> list[Factors]:
+        """A module's (A, B) in each part's adapter."""
+        return [slot.layers[layer][module] for slot, _ in self.parts]
 
     def add_(self, y_TO: Tensor, x_TI: Tensor, layer: int, module: str) -> Tensor:
         """y += (alpha / r) B (A x) for the tokens of each part, in place."""

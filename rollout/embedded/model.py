@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from miles_k3.k3.ops.decode import rms_norm
 from miles_k3.k3.ops.residual_bank import ResidualBank
 from miles_k3.k3.weights import ResidentBase
 from miles_k3.rollout.embedded.attention import KdaLayer, MlaLayer
@@ -21,7 +20,13 @@ from miles_k3.rollout.embedded.weights import LayerWeights, model_weights
 
 
 class EngineModel:
-    """The whole text model on the resident base's own tensors."""
+    """The whole text model on the resident base's own tensors, in plain torch. `fused.model` runs it on kernels."""
+
+    kda_layer: type[KdaLayer] = KdaLayer
+    mla_layer: type[MlaLayer] = MlaLayer
+    mlp_layer: type[MlpLayer] = MlpLayer
+    moe_layer: type[MoeLayer] = MoeLayer
+    residual: type[ResidualBank] = ResidualBank
 
     def __init__(self, base: ResidentBase) -> None:
         c = self.config = base.config
@@ -30,11 +35,11 @@ class EngineModel:
         self.attentions: list[KdaLayer | MlaLayer] = []
         for layer, w in enumerate(self.weights.layers):
             if w.kda is not None:
-                self.attentions.append(KdaLayer(c, w.kda, layer, kda[layer]))
+                self.attentions.append(self.kda_layer(c, w.kda, layer, kda[layer]))
             elif w.mla is not None:
-                self.attentions.append(MlaLayer(c, w.mla, layer, mla[layer]))
-        self.mlps = [MlpLayer(c, w.mlp, layer) for layer, w in enumerate(self.weights.layers)]
-        self.moes = [MoeLayer(c, w.moe, layer) if w.moe else None for layer, w in enumerate(self.weights.layers)]
+                self.attentions.append(self.mla_layer(c, w.mla, layer, mla[layer]))
+        self.mlps = [self.mlp_layer(c, w.mlp, layer) for layer, w in enumerate(self.weights.layers)]
+        self.moes = [self.moe_layer(c, w.moe, layer) if w.moe else None for layer, w in enumerate(self.weights.layers)]
 
     def hidden(
         self,
@@ -49,7 +54,7 @@ class EngineModel:
         Writes the new tokens into the caches that the batch names. `after_layer` sees the residual after each layer,
         which goes on changing: `tap` takes from it what a draft model reads.
         """
-        residual = ResidualBank(self.weights.embed[batch.tokens_T], self.config.bank_rows(len(self.mlps)) + 1)
+        residual = self.residual(self.weights.embed[batch.tokens_T], self.config.bank_rows(len(self.mlps)) + 1)
         chosen: list[Tensor] = []
         for layer, w in enumerate(self.weights.layers):
             self._attention(layer, w, residual, batch, adapters)
@@ -58,12 +63,17 @@ class EngineModel:
                 chosen.append(experts_TK.to(torch.int16))
             if after_layer is not None:
                 after_layer(layer, residual)
-        return residual, torch.stack(chosen, dim=1) if capture else None
+        if not capture:
+            return residual, None
+        return residual, torch.stack(chosen, dim=1) if chosen else self._no_routes(batch)
+
+    def _no_routes(self, batch: StepBatch) -> Tensor:
+        return batch.tokens_T.new_empty(len(batch.tokens_T), 0, self.config.num_experts_per_token, dtype=torch.int16)
 
     def _attention(
         self, layer: int, w: LayerWeights, residual: ResidualBank, batch: StepBatch, adapters: StepAdapters
     ) -> None:
-        x_TH = rms_norm(residual.mix(w.attn_query_H), w.attn_norm_H, self.config.rms_norm_eps)
+        x_TH = residual.mix_norm(w.attn_query_H, w.attn_norm_H, self.config.rms_norm_eps)
         out_TH = self.attentions[layer](x_TH, batch, adapters)
         if self.config.starts_block(layer):
             residual.bank(out_TH)
@@ -71,7 +81,7 @@ class EngineModel:
             residual.add(out_TH)
 
     def _mlp(self, layer: int, w: LayerWeights, residual: ResidualBank, adapters: StepAdapters) -> Tensor | None:
-        x_TH = rms_norm(residual.mix(w.mlp_query_H), w.mlp_norm_H, self.config.rms_norm_eps)
+        x_TH = residual.mix_norm(w.mlp_query_H, w.mlp_norm_H, self.config.rms_norm_eps)
         moe, experts_TK = self.moes[layer], None
         out_TH = self.mlps[layer](x_TH, adapters)
         if moe is not None:
@@ -93,7 +103,7 @@ class EngineModel:
         """What the output head reads, [rows, H], of the tokens at stream indices `rows` (None: all)."""
         if rows is not None:
             residual = residual.select(rows)
-        return rms_norm(residual.mix(self.weights.out_query_H), self.weights.norm_H, self.config.rms_norm_eps)
+        return residual.mix_norm(self.weights.out_query_H, self.weights.norm_H, self.config.rms_norm_eps)
 
     def head(self, x_BH: Tensor) -> Tensor:
         """Logits, fp32 [B, V]."""

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
 from miles_k3.rollout.embedded.scheduler import Scheduler, Step
 from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.types import FinishReason
+
+if TYPE_CHECKING:  # Triton is not everywhere
+    from miles_k3.rollout.embedded.fused.graphs import DecodeGraphs
 
 LOGIT_ELEMENTS = 1 << 25  # logits held at once while scoring
 COUNTERS = (
@@ -77,12 +81,14 @@ class Runner:
         *,
         overlap: bool,
         speculator: Speculator | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.model, self.store, self.scheduler, self.memory = model, store, scheduler, memory
         self.pool, self.device, self.overlap = memory.pool, memory.pool.device, overlap
         self.speculator = speculator
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.seconds: dict[str, float] = {"prefill_s": 0.0, "decode_s": 0.0}
+        self.graphs = graphs
         self._in_flight: InFlight | None = None
         self._sampling: tuple[tuple[Request, ...], SamplingBatch] | None = None
 
@@ -118,13 +124,15 @@ class Runner:
         if settled is not None and self.speculator is not None:
             limits = self.speculator.limits(self.scheduler, step.decodes)
         self.pool.flush()
+        if self.graphs is not None and not (step.chunks or step.ready) and self.graphs.takes(step.decodes):
+            return self._replay(self.graphs, step)
         x_BH, members = [], []
         if step.decodes or step.chunks:
             with self.pool.forward():
                 proposal = None if limits is None else self._propose(step, limits)
                 drafted, taps = None if proposal is None else proposal.drafted, self.speculator is not None
                 batch = step_batch(self.memory, step.decodes, step.chunks, drafted=drafted, positions=taps)
-                self._feed_in_flight(batch, step.decodes)
+                self._feed_in_flight(batch.tokens_T, step.decodes)
                 x_DH, x_CH = self._forward(batch, step, proposal)
                 if proposal is not None and settled is not None:
                     settled += self._settle(batch, proposal, x_DH)
@@ -139,7 +147,20 @@ class Runner:
         x_BH += [ending.x_H.unsqueeze(0) for _, ending in step.ready]
         return self._draw(members, torch.cat(x_BH)) if members else None
 
-    def _feed_in_flight(self, batch: StepBatch, decodes: Sequence[Request]) -> None:
+    def _replay(self, graphs: DecodeGraphs, step: Step) -> InFlight:
+        """A step of decoding requests alone, recorded."""
+        count = len(step.decodes)
+        with self.pool.forward():
+            tokens_T, recorded = graphs.prepare(step.decodes)
+            self._feed_in_flight(tokens_T, step.decodes)
+            recorded.replay()
+        wanted = [r.params.return_routed_experts for r in step.decodes]
+        if any(wanted):
+            self._file_routes(step.decodes, wanted, recorded.routed_TMK[:count].split(1))
+        self._advance(step, self._moved(step, None), recorded.drawn_3T)
+        return self._sent(step.decodes, recorded.tokens_T[:count], recorded.drawn_3T[:, :count])
+
+    def _feed_in_flight(self, tokens_T: Tensor, decodes: Sequence[Request]) -> None:
         """Put tokens that the step in flight is sampling where they are fed."""
         if self._in_flight is None:
             return
@@ -148,7 +169,7 @@ class Runner:
         if pairs:
             targets, sources = torch.tensor(pairs).t()
             drawn = self._in_flight.tokens_B.index_select(0, put(sources, self.device))
-            batch.tokens_T.index_copy_(0, put(targets, self.device), drawn)
+            tokens_T.index_copy_(0, put(targets, self.device), drawn)
 
     def _forward(self, batch: StepBatch, step: Step, proposal: Proposal | None) -> tuple[Tensor, Tensor]:
         """What the output head reads: of each decoding request's tokens, and of each chunk's last one."""
@@ -199,7 +220,10 @@ class Runner:
     def _draw(self, requests: Sequence[Request], x_BH: Tensor) -> InFlight:
         positions_B = put([r.position for r in requests], self.device)
         tokens_B, logprobs_B, finite_B = sample(self.model.head(x_BH), self._sampling_batch(requests), positions_B)
-        drawn_3B = torch.stack([tokens_B.double(), logprobs_B.double(), finite_B.double()])
+        return self._sent(requests, tokens_B, torch.stack([tokens_B.double(), logprobs_B.double(), finite_B.double()]))
+
+    def _sent(self, requests: Sequence[Request], tokens_B: Tensor, drawn_3B: Tensor) -> InFlight:
+        """What was drawn is on its way to the host."""
         event = None
         if self.device.type == "cuda":
             drawn_3B = drawn_3B.to("cpu", non_blocking=True)

@@ -17,14 +17,14 @@ from miles_k3.rollout.cache.device import put
 from miles_k3.types import SamplingParams
 
 
-def _signed(value: int) -> int:
+def signed_seed(value: int) -> int:
     """The int64 with the same 64 bits."""
     value %= 2**64
     return value - 2**64 if value >= 2**63 else value
 
 
 # SplitMix64 (Steele, Lea, Flood 2014). Multiplications wrap around, which int64 tensors do as well.
-_GOLDEN, _MIX_1, _MIX_2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GOLDEN, _MIX_1, _MIX_2 = (signed_seed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -65,7 +65,7 @@ class SamplingBatch:
             put(temperature, device).unsqueeze(1),
             put(top_k, device).unsqueeze(1),
             put([p.top_p for p in params], device).unsqueeze(1),
-            put([_signed(p.seed) for p in params], device),
+            put([signed_seed(p.seed) for p in params], device),
             put([p.temperature == 0 for p in params], device),
             any(p.temperature and (p.top_k or p.top_p < 1.0) for p in params),
             any(p.temperature == 0 for p in params),

@@ -48,6 +48,7 @@ class Serving:
     share_prompts: bool
     reserve_tokens: int | None
     overlap: bool
+    cuda_graphs: bool
 
     def build(self, model: EngineModel, store: AdapterStore, speculator: Speculator | None) -> ServingParts:
         """All anew; model, adapters and drafts stay."""
@@ -62,5 +63,14 @@ class Serving:
             prefixes=prefixes, reserve_tokens=self.reserve_tokens,
             decode_tokens=1 if speculator is None else speculator.at.longest,
         )  # fmt: skip
-        runner = Runner(model, store, memory, scheduler, overlap=self.overlap, speculator=speculator)
+        graphs = None
+        if self.cuda_graphs:
+            from miles_k3.rollout.embedded.fused.graphs import DecodeGraphs  # Triton is not everywhere
+
+            graphs = DecodeGraphs(
+                model, store, memory, max_running=self.max_running, max_pages=self.pages_per_request
+            )  # fmt: skip
+        runner = Runner(
+            model, store, memory, scheduler, overlap=self.overlap, speculator=speculator, graphs=graphs
+        )  # fmt: skip
         return ServingParts(pool=pool, memory=memory, prefixes=prefixes, scheduler=scheduler, runner=runner)

@@ -12,15 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from miles_k3.k3.kernels.fla_tuning import HOPPER, limit_autotuning
 from miles_k3.k3.ops.kda import kda_chunk, kda_gate
 from miles_k3.k3.ops.packed import Packed
 from miles_k3.trainer.model.kda_core import KdaMaps, delta_rule
-from miles_k3.trainer.model.kda_fla import (
-    HOPPER,
-    fla_delta_rule,
-    fla_gated_delta_rule,
-    limit_autotuning,
-)
+from miles_k3.trainer.model.kda_fla import fla_delta_rule, fla_gated_delta_rule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 HEADS, DIM = 4, 128  # K3's head; its number of heads only widens the grid

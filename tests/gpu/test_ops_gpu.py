@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from miles_k3.k3.kernels.fla_tuning import limit_autotuning
 from miles_k3.k3.ops import mxfp4
 from miles_k3.k3.ops.attn_res import attn_res, attn_res_naive
 from miles_k3.k3.ops.kda import kda_chunk, kda_recurrent
@@ -13,7 +14,6 @@ from miles_k3.k3.ops.latent_moe import grouped_linear, grouped_linear_naive
 from miles_k3.k3.ops.mla import mla_expanded, mla_expanded_naive
 from miles_k3.k3.ops.packed import Packed
 from miles_k3.k3.ops.short_conv import short_conv, short_conv_naive
-from miles_k3.trainer.model.kda_fla import limit_autotuning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 LENGTHS = (5, 64, 17, 1, 130, 33)

@@ -22,19 +22,25 @@ from torch import Tensor
 
 from miles_k3.k3.kernels import grouped_mxfp4 as grouped
 from miles_k3.k3.kernels.attn_res_norm import Write, attn_res_norm
+from miles_k3.k3.kernels.dense_lora import segmented_lora_, situ_with_lora
 from miles_k3.k3.kernels.fused_experts import fused_experts
 from miles_k3.k3.kernels.grouped_mxfp4 import Shape, grouped_mxfp4_linear
 from miles_k3.k3.kernels.kda_decode import KdaDecodeWeights, kda_decode
 from miles_k3.k3.kernels.mla_decode import mla_decode
 from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts
+from miles_k3.k3.kernels.packed_conv import packed_conv
 from miles_k3.k3.kernels.router import choose_experts
-from miles_k3.k3.kernels.segmented_lora import segmented_lora_
+from miles_k3.k3.kernels.row_norms import gated_heads, mla_norms_, rms_norm_rows
+from miles_k3.k3.kernels.skinny import MOST_ROWS, Product, products_
 from miles_k3.k3.kernels.tiles import Tiles, dispatch
 from miles_k3.k3.ops import decode, mxfp4
 from miles_k3.k3.ops.latent_moe import RENORM_EPS, Dispatch, grouped_linear_naive, latent_experts
 from miles_k3.k3.ops.lora import ExpertLoraTerm, LoraTerm, lora_delta
 from miles_k3.k3.ops.norm import rms_norm
+from miles_k3.k3.ops.packed import Packed
 from miles_k3.k3.ops.residual_bank import ResidualBank
+from miles_k3.k3.ops.short_conv import short_conv
+from miles_k3.k3.ops.situ import situ
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 CASES: dict[str, Callable[[torch.device, torch.dtype], None]] = {}
@@ -333,6 +339,100 @@ def segmented_lora(device: torch.device, dtype: torch.dtype) -> None:
         assert segmented_lora_(y, x, slot, factors, (0.5, 2.0)) is y
         near(y, expected, dtype)
         assert torch.equal(y[slot < 0], before[slot < 0])
+
+
+@case
+def skinny_products(device: torch.device, dtype: torch.dtype) -> None:
+    """One row, a few, the most and more: weights of all sizes in one launch, strided outputs, fp32 ones, added ones."""
+    for seed, (rows, inputs) in enumerate([(1, 40), (1, 2048), (3, 200), (MOST_ROWS, 64), (MOST_ROWS + 1, 96)]):
+        draw = Draw(device, dtype, seed)
+        x = draw.normal(rows, inputs + 5)[:, :inputs]
+        weights = [draw.normal(width, inputs) / inputs**0.5 for width in (70, 1, 129)]
+        side = torch.full((rows, 80), float("nan"), device=device, dtype=dtype)
+        before = draw.normal(rows, 129)
+        products = [
+            Product(weights[0], side[:, 3:73]),
+            Product(weights[1], torch.empty(rows, 1, device=device)),
+            Product(weights[2], before.clone(), add=True),
+        ]
+        products_(x, products)
+        for p, old in zip(products, (0.0, 0.0, before.float()), strict=True):
+            near(p.out_TO, old + x.float() @ p.weight_OI.float().t(), dtype)
+        assert side[:, :3].isnan().all()
+        assert side[:, 73:].isnan().all()
+
+
+@case
+def situ_lora(device: torch.device, dtype: torch.dtype) -> None:
+    """Without an adapter; gate and up with one A and with two; tokens of two adapters and of none."""
+    width, rank, betas = 72, 5, (4.0, 25.0)
+    for seed, (tokens, shared) in enumerate([(1, True), (21, False), (70, True)]):
+        draw = Draw(device, dtype, seed)
+        h, slot = 3 * draw.normal(tokens, 2 * width), draw.integers(-1, 2, tokens, dtype=torch.int32)
+        near(situ_with_lora(h, betas), situ(h[:, :width].float(), h[:, width:].float(), *betas), dtype)
+        lows = [draw.normal(2, tokens, rank).float() for _ in range(1 if shared else 2)]
+        bs = [[draw.normal(width, rank) for _ in range(2)] for _ in range(2)]
+        halves = []
+        for half, low, factors in zip(h.float().chunk(2, dim=1), (lows[0], lows[-1]), bs, strict=True):
+            total = half
+            for s, scaling in enumerate((0.5, 2.0)):
+                mine = (slot == s)[:, None].float()
+                total = total + mine * scaling * (low[s].to(dtype).float() @ factors[s].float().t())
+            halves.append(total)
+        out = situ_with_lora(h, betas, lows[0], None if shared else lows[1], slot, bs[0], bs[1], (0.5, 2.0))
+        near(out, situ(halves[0], halves[1], *betas), dtype)
+
+
+@case
+def norms_and_gates(device: torch.device, dtype: torch.dtype) -> None:
+    """Rows of odd widths, gates beside strided heads, with and without each head's norm."""
+    draw = Draw(device, dtype, 0)
+    for rows, width in ((1, 40), (7, 100)):
+        x, weight = draw.normal(rows, width + 3)[:, :width], draw.normal(width)
+        near(rms_norm_rows(x, weight, 1e-5), rms_norm(x, weight, 1e-5), dtype)
+    for heads, values in ((3, 24), (40, 16)):
+        o, gate = (draw.normal(5, heads, values, dtype=d) for d in (torch.float32, dtype))
+        norm = draw.normal(values)
+        gated = gate.float().sigmoid().flatten(1)
+        near(gated_heads(o, gate.flatten(1)), o.flatten(1) * gated, dtype)
+        expected = rms_norm(o, norm.float(), 1e-5).flatten(1) * gated
+        near(gated_heads(o.transpose(0, 1).contiguous().transpose(0, 1), gate.flatten(1), norm, 1e-5), expected, dtype)
+
+
+@case
+def mla_norms(device: torch.device, dtype: torch.dtype) -> None:
+    """Both norms in place, the rows in the cache, padding and everybody else's rows untouched."""
+    low, latent, extra, page, pages = 40, 32, 8, 4, 6
+    for seed, write in enumerate(([5, -1, 22, 0], None)):
+        draw = Draw(device, dtype, seed)
+        q, row = draw.normal(4, low), draw.normal(4, latent + extra + 2)[:, : latent + extra]
+        q_norm, kv_norm = draw.normal(low), draw.normal(latent)
+        expected_q = rms_norm(q, q_norm, 1e-6)
+        expected = torch.cat([rms_norm(row[:, :latent], kv_norm, 1e-6), row[:, latent:]], dim=1)
+        pool = draw.normal(pages, page * (latent + extra) + 3)
+        cache = pool[:, : page * (latent + extra)].view(pages, page, latent + extra)
+        twin = cache.clone()
+        if write is None:
+            mla_norms_(q, q_norm, row, kv_norm, 1e-6)
+        else:
+            mla_norms_(q, q_norm, row, kv_norm, 1e-6, cache, torch.tensor(write, device=device))
+            live = [i for i, w in enumerate(write) if w >= 0]
+            twin.view(-1, latent + extra)[[write[i] for i in live]] = row[live]
+        near(q, expected_q, dtype)
+        near(row, expected, dtype)
+        assert torch.equal(cache, twin)
+
+
+@case
+def packed_convolution(device: torch.device, dtype: torch.dtype) -> None:
+    """Sequences shorter than the kernel, with windows before them and without."""
+    channels, width = 70, 4
+    draw = Draw(device, dtype, 0)
+    packed = Packed.from_lengths([1, 9, 2, 17], device)
+    x, weight = draw.normal(packed.num_tokens, channels), draw.normal(width, channels, dtype=torch.float32)
+    for window in (None, draw.normal(4, width - 1, channels)):
+        expected = short_conv(x.float(), weight.t()[:, None], packed, None if window is None else window.float())
+        near(packed_conv(x, weight, packed, window), expected, dtype)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from miles_k3.k3.kernels.launch import INTERPRETED, power_of_two
 
-TARGET_PROGRAMS = 132  # an H200's multiprocessors
+TARGET_PROGRAMS = 264  # two for each of an H200's multiprocessors
 TOKENS = 64  # of a step
 
 
@@ -36,7 +36,7 @@ def mla_decode(q_BNQ: Tensor, cache_KGL: Tensor, page_BP: Tensor, length_B: Tens
 
 
 def paged_read(q_BNL: Tensor, cache_KGL: Tensor, page_BP: Tensor, length_B: Tensor, latent: int, scale: float, *,
-               num_splits: int | None = None) -> Tensor:  # fmt: skip
+               num_splits: int | None = None, head_block: int | None = None) -> Tensor:  # fmt: skip
     """Softmax of q over each sequence's cached rows times their latents: [B, N, C]; fp32 sums.
 
     The pool's pages are contiguous [G, L] blocks with any stride between them; all pages of `page_BP` within a
@@ -44,10 +44,11 @@ def paged_read(q_BNL: Tensor, cache_KGL: Tensor, page_BP: Tensor, length_B: Tens
     """
     batch, heads, width = q_BNL.shape
     page_size, most = cache_KGL.shape[1], page_BP.shape[1] * cache_KGL.shape[1]
-    head_block = power_of_two(heads, at_least=16, at_most=64)
+    # Measured: a short context is a chain of latencies, so many small programs; a long one reads each row less often.
+    head_block = head_block or power_of_two(heads, at_least=16, at_most=16 if most <= 8 * TOKENS else 64)
     head_blocks = triton.cdiv(heads, head_block)
     if num_splits is None:
-        num_splits = min(max(1, TARGET_PROGRAMS // (batch * head_blocks)), triton.cdiv(most, 4 * TOKENS), 64)
+        num_splits = min(max(1, TARGET_PROGRAMS // (batch * head_blocks)), triton.cdiv(most, TOKENS), 64)
     part = torch.empty(num_splits, batch, heads, latent, device=q_BNL.device)
     lse = torch.empty(num_splits, batch, heads, device=q_BNL.device)
     out = q_BNL.new_empty(batch, heads, latent)

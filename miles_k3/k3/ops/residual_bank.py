@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from miles_k3.k3.ops.attn_res import KEY_EPS
+from miles_k3.k3.ops.decode import rms_norm
 
 
 class ResidualBank:
@@ -44,6 +45,10 @@ class ResidualBank:
         rows = self.rows_NTH[: self.num_banked + 1].float()
         p_NT = (rows @ query_H).mul_(self._scale_NT[: self.num_banked + 1]).softmax(0)
         return (p_NT.unsqueeze(-1) * rows).sum(0).to(self.rows_NTH.dtype)
+
+    def mix_norm(self, query_H: Tensor, norm_H: Tensor, eps: float) -> Tensor:
+        """RMSNorm of the mix: what a sublayer reads."""
+        return rms_norm(self.mix(query_H), norm_H, eps)
 
     def select(self, tokens: Tensor) -> ResidualBank:
         """A copy that holds some of the tokens only."""

@@ -46,8 +46,9 @@ def test_a_dry_run_without_weights_answers_what_it_can(name: str) -> None:
     assert found["model"].ok
     assert found["sizes"].ok
     assert found["memory"].ok
-    assert not found["weights"].ok
-    assert not found["tokenizer"].ok
+    drawn = name == "k3-4layer"  # random weights and the demo's tokenizer: nothing is missing
+    assert found["weights"].ok is drawn
+    assert found["tokenizer"].ok is drawn
 
 
 @pytest.mark.parametrize("name", ["tiny-2proc", "tiny-ray"])

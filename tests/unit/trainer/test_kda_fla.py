@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from miles_k3.errors import LaunchError
-from miles_k3.trainer.model import kda_fla
-from miles_k3.trainer.model.kda_fla import HOPPER, fla_delta_rule, limit_autotuning
+from miles_k3.k3.kernels import fla_tuning
+from miles_k3.k3.kernels.fla_tuning import HOPPER, import_fla, limit_autotuning
+from miles_k3.trainer.model.kda_fla import fla_delta_rule
 
 
 def test_a_model_on_the_cpu_is_refused() -> None:
@@ -23,9 +24,9 @@ def test_a_missing_fla_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    kda_fla._fla.cache_clear()
+    import_fla.cache_clear()
     with pytest.raises(LaunchError, match=r"fla\.ops\.cp failed \(No module named 'fla\.ops\.cp'\); install it with"):
-        kda_fla._fla("ops.cp")
+        import_fla("ops.cp")
 
 
 @pytest.mark.slow
@@ -38,13 +39,13 @@ def test_each_kernel_is_left_one_configuration_a_dtype(monkeypatch: pytest.Monke
     limited = [kernel for kernel in HOPPER if kernel.tuner.configs is not full[kernel.name]]
     assert len(limited) >= 8
     for kernel in limited:
-        assert [kda_fla._launch(c) for c in kernel.tuner.configs] == [kda_fla._key(c) for c in kernel.configs]
+        assert [fla_tuning._launch(c) for c in kernel.tuner.configs] == [fla_tuning._key(c) for c in kernel.configs]
         for i, dtype in enumerate((torch.bfloat16, torch.float32) if len(kernel.configs) > 1 else ()):
             kernel.tuner.nargs = {}
             inputs = torch.zeros(1, dtype=dtype)
             for named in ({"q": None, "k": inputs}, {"q": inputs, "g": torch.zeros(1)}):
                 left = kernel.tuner.prune_configs(named)
-                assert [kda_fla._launch(c) for c in left] == [kda_fla._key(kernel.configs[i])]
+                assert [fla_tuning._launch(c) for c in left] == [fla_tuning._key(kernel.configs[i])]
     assert any(len(kernel.configs) > 1 for kernel in limited)
     undo()
     assert {kernel.name: kernel.tuner.configs for kernel in HOPPER} == full

@@ -60,7 +60,7 @@ def test_recycled_and_free_memory_is_never_read(expected: list[Completion], cach
         (
             batch,
             "_decode_batch",
-            ("positions_S > put(contexts_B, device)[:, None]", "positions_S > 1 + put(contexts_B, device)[:, None]"),
+            ("r.num_cached + 1 for r", "r.num_cached + 2 for r"),
         ),
         (batch, "step_batch", ("starts_B[owners_T] +", "1 + starts_B[owners_T] +")),
         (batch, "_context", ("positions_S <= queries_BL[", "positions_S <= 1 + queries_BL[")),

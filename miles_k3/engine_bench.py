@@ -1,0 +1,219 @@
+"""`miles-k3 bench decode|prefill`: whole engine steps of a model at its own widths, beside the physical floor.
+
+Weights are random, drawn on the GPU. The floor of a decode step is the bytes that it must read, once each, over a
+measured read: every dense weight and the head, the experts that its tokens chose, LoRA's factors of both, the cache,
+and the states twice, for they are written too; of a prefill the FLOPs over a measured bf16 product.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from miles_k3.adapters.layout import adapter_layout, gate_up_pairs
+from miles_k3.adapters.update import make_update
+from miles_k3.errors import EngineError, LaunchError
+from miles_k3.k3.config import K3Config
+from miles_k3.k3.params import Part, text_params
+from miles_k3.k3.random_weights import random_base
+from miles_k3.k3.weights import ResidentBase
+from miles_k3.kernel_bench import Ceilings, Row
+from miles_k3.rollout.cache.blocks import Kind
+from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.embedded.request import Request, Stage
+from miles_k3.types import AdapterConfig, FinishReason, SamplingParams
+
+CONFIG = AdapterConfig(rank=16, alpha=32.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a model's step reads and computes, in numbers of parameters."""
+
+    dense: int  # outside the experts, the embedding not counted
+    per_expert: int
+    lora_dense: int
+    lora_expert: int  # of one expert, its own factors
+    num_moe: int
+
+    @classmethod
+    def of(cls, config: K3Config, adapter: AdapterConfig) -> Work:
+        params = text_params(config)
+        layout = adapter_layout(config, adapter).values()
+        dense = sum(p.num_params for p in params if p.part is not Part.EXPERT and "embed_tokens" not in p.name)
+        inner = 3 * config.moe_intermediate_size * config.routed_expert_hidden_size
+        own = [t for t in layout if t.kind == "expert" and not t.shared]
+        return cls(
+            dense=dense, per_expert=inner, num_moe=len(config.moe_layers),
+            lora_dense=sum(torch.Size(t.shape).numel() for t in layout if t.kind == "dense" or t.shared),
+            lora_expert=sum(torch.Size(t.shape).numel() for t in own) // (config.num_experts * len(config.moe_layers)),
+        )  # fmt: skip
+
+    def decode_bytes(self, touched: int, adapted: bool) -> float:
+        """Of weights; `touched`: (layer, expert) pairs that some token chose."""
+        lora = 2 * (self.lora_dense + touched * self.lora_expert) if adapted else 0
+        return 2 * self.dense + touched * self.per_expert * 17 / 32 + lora
+
+
+def cache_bytes(engine: EmbeddedEngine, requests: Sequence[Request]) -> int:
+    """What a step reads of the caches, and writes of the states."""
+    slot, page = (engine.pool.block_bytes[kind] for kind in (Kind.SLOT, Kind.PAGE))
+    return sum(2 * slot + r.num_cached * page // engine.pool.page_size for r in requests)
+
+
+def bench_engine(base: ResidentBase, *, max_running: int, context: int, new_tokens: int, kernels: str = "fused",
+                 chunk: int = 8192) -> EmbeddedEngine:  # fmt: skip
+    """An engine for `max_running` requests of so many tokens, with two adapter slots."""
+    return EmbeddedEngine(
+        base, base.config, max_lora_rank=CONFIG.rank, max_running=max_running, page_size=64,
+        prefill_chunk_tokens=chunk, max_sequence_tokens=context + new_tokens, prefix_cache="off",
+        kernels=kernels,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def load_random(engine: EmbeddedEngine, version: int = 0) -> None:
+    """Put a random adapter into the idle slot and make it current."""
+    device = engine.pool.device
+    generator = torch.Generator(device).manual_seed(version)
+    layout = adapter_layout(engine.config, CONFIG)
+    tensors = {
+        name: torch.randn(t.shape, generator=generator, device=device).mul_(0.02).to(torch.bfloat16)
+        for name, t in layout.items()
+    }
+    for gate, up in gate_up_pairs(layout):
+        tensors[up] = tensors[gate]
+    engine.load_adapter(make_update(version, CONFIG, tensors))
+
+
+def decoding(engine: EmbeddedEngine, count: int, context: int) -> list[Request]:
+    """Requests that have computed random prompts of `context` tokens and decode, driven by hand."""
+    generator = torch.Generator().manual_seed(count)
+    requests = []
+    for i in range(count):
+        prompt = tuple(torch.randint(0, engine.config.vocab_size, (context,), generator=generator).tolist())
+        params = SamplingParams(max_new_tokens=engine.max_sequence_tokens - context, seed=i)
+        requests.append(Request(id=f"bench-{i}", prompt=prompt, params=params, version=engine.store.acquire()))
+        engine.scheduler.submit(requests[-1])
+    while any(len(r.token_ids) < 4 for r in requests):
+        engine.runner.step()
+        if any(r.stage is Stage.DONE for r in requests):
+            raise EngineError("a request ended before it decoded: its logits are not finite")
+    return requests
+
+
+def end(engine: EmbeddedEngine, requests: Sequence[Request]) -> None:
+    """Give back what `decoding` took."""
+    engine.runner.collect()
+    for request in requests:
+        engine.scheduler.finish(request, FinishReason.ABORT)
+        engine.store.release(request.version)
+
+
+def step_ms(engine: EmbeddedEngine, steps: int = 40) -> float:
+    """Median milliseconds from one step's return to the next one's, the host's work included."""
+    marks = []
+    for _ in range(steps):
+        engine.runner.step()
+        marks.append(time.perf_counter())
+    return 1e3 * statistics.median(b - a for a, b in pairwise(marks))
+
+
+@torch.inference_mode()
+def replay_ms(engine: EmbeddedEngine, requests: Sequence[Request], repeats: int = 20) -> tuple[float, int]:
+    """(median device milliseconds of the recorded step: forward, head and draws; (layer, expert) pairs chosen)."""
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    engine.runner.collect()
+    engine.pool.flush()
+    with engine.pool.forward():
+        _, recorded = graphs.prepare(requests)
+        recorded.replay()
+        routed = recorded.routed_TMK[: len(requests)]
+        touched = sum(routed[:, m].unique().numel() for m in range(routed.shape[1]))
+        return device_ms(recorded.replay, repeats), touched
+
+
+def device_ms(call: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def bench_decode(base: ResidentBase, ceilings: Ceilings, batches: Sequence[int], context: int = 256) -> Iterator[Row]:
+    """Recorded decode steps without and with an adapter, on the device and as the engine takes them."""
+    work = Work.of(base.config, CONFIG)
+    engine = bench_engine(base, max_running=max(batches), context=context, new_tokens=256)
+    for adapted in (False, True):
+        if adapted:
+            load_random(engine)
+        for batch in batches:
+            requests = decoding(engine, batch, context)
+            wall = step_ms(engine)
+            ms, touched = replay_ms(engine, requests)
+            read = work.decode_bytes(touched, adapted) + cache_bytes(engine, requests)
+            end(engine, requests)
+            floor = ceilings.floor_ms(read, 0)
+            shape = f"batch {batch}, {touched} experts{', LoRA of rank 16' if adapted else ''}"
+            yield Row(
+                kernel="decode step", shape=shape, ms=ms, floor_ms=floor, peer="as the engine steps", peer_ms=wall
+            )
+    engine.close()
+
+
+def bench_prefill(base: ResidentBase, ceilings: Ceilings, tokens: int = 8192) -> Iterator[Row]:
+    """One prompt in one chunk, to its first sampled token."""
+    engine, work = bench_engine(base, max_running=2, context=tokens, new_tokens=8), Work.of(base.config, CONFIG)
+    top_k, head = base.config.num_experts_per_token, base.config.vocab_size * base.config.hidden_size
+    flops = 2.0 * tokens * (work.dense - head + work.num_moe * top_k * work.per_expert)
+    for adapted in (False, True):
+        if adapted:
+            load_random(engine)
+        times = []
+        for i in range(4):
+            prompt = tuple(torch.randint(0, base.config.vocab_size, (tokens,)).tolist())
+            request = Request(
+                id=f"prefill-{i}",
+                prompt=prompt,
+                params=SamplingParams(max_new_tokens=1),
+                version=engine.store.acquire(),
+            )
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            engine.scheduler.submit(request)
+            while request.stage is not Stage.DONE:
+                engine.runner.step()
+            times.append(1e3 * (time.perf_counter() - start))
+            engine.store.release(request.version)
+        shape = f"{tokens} tokens{', LoRA of rank 16' if adapted else ''}"
+        yield Row(kernel="prefill", shape=shape, ms=statistics.median(times[1:]), floor_ms=ceilings.floor_ms(0, flops))
+    engine.close()
+
+
+def run(
+    name: str, model: Path, batches: Sequence[int], context: int, told: Callable[[Row], None] = lambda _: None
+) -> tuple[Ceilings, list[Row]]:
+    """`decode` or `prefill` of a model folder's config, `told` row by row. Raises LaunchError where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise LaunchError(f"miles-k3 bench {name} measures whole steps and found no CUDA device; run it on a GPU")
+    ceilings = Ceilings.measure()
+    base = random_base(K3Config.from_folder(model), dtype=torch.bfloat16, device="cuda", base_dtype="mxfp4")
+    rows: list[Row] = []
+    found = (
+        bench_decode(base, ceilings, batches, context) if name == "decode" else bench_prefill(base, ceilings, context)
+    )
+    for row in found:
+        rows.append(row)
+        told(row)
+    return ceilings, rows

@@ -1,0 +1,1 @@
+"""The engine's forward on Triton kernels, and its decode steps as CUDA graphs."""

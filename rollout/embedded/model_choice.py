@@ -1,0 +1,43 @@
+"""Whether the forward runs in plain torch or on Triton kernels, and whether decode steps are recorded as graphs."""
+
+from __future__ import annotations
+
+from miles_k3.errors import EngineError
+from miles_k3.k3.weights import ResidentBase
+from miles_k3.rollout.embedded.model import EngineModel
+
+
+def choose_model(base: ResidentBase, kernels: str) -> EngineModel:
+    """Raises EngineError where kernels were asked for and can't run."""
+    if kernels == "plain" or (kernels == "auto" and base.device.type != "cuda"):
+        return EngineModel(base)
+    try:
+        from miles_k3.k3.kernels.launch import INTERPRETED
+        from miles_k3.rollout.embedded.fused.model import FusedModel, misfit  # Triton is not everywhere
+    except ImportError as error:
+        if kernels == "auto":
+            return EngineModel(base)
+        raise EngineError(f"rollout.kernels: fused needs Triton ({error}); install it, or choose plain") from error
+    why = misfit(base.config)
+    if base.device.type != "cuda" and not INTERPRETED:
+        why = f"it is on {base.device}, and Triton's kernels run on CUDA"
+    if why is None:
+        return FusedModel(base)
+    if kernels == "auto":
+        return EngineModel(base)
+    raise EngineError(f"rollout.kernels: fused can't run this model: {why}; choose auto or plain")
+
+
+def records_decodes(model: EngineModel, wanted: bool | None, speculative: bool) -> bool:
+    """Whether decode steps are recorded. Raises EngineError where that was asked for and can't be."""
+    if wanted and speculative:
+        raise EngineError(
+            "rollout.cuda_graphs does not go with rollout.speculative, whose verifies have another shape each step; "
+            "leave it null"
+        )
+    can = not speculative and type(model) is not EngineModel and model.weights.head.is_cuda
+    if wanted and not can:
+        raise EngineError(
+            "rollout.cuda_graphs needs CUDA and rollout.kernels: fused; leave it null, or set it to false"
+        )
+    return can if wanted is None else wanted

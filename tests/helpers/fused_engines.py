@@ -1,0 +1,115 @@
+"""The engine on Triton kernels against the plain one: on a GPU, or a CPU in Triton's interpreter.
+
+`python -m helpers.fused_engines` (with TRITON_INTERPRET=1) prints the largest differences of a short run as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import torch
+from helpers.engines import ADAPTER, ask, poison_before_steps, random_prompts
+from helpers.tiny import tiny_adapter, tiny_config, tiny_weights
+
+from miles_k3.adapters.store import AdapterSlot
+from miles_k3.adapters.update import make_update
+from miles_k3.k3.config import K3Config
+from miles_k3.k3.params import text_params
+from miles_k3.k3.weights import build_base
+from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.embedded.fused.graphs import BatchInputs, DecodeGraphs, Recorded
+from miles_k3.types import AdapterUpdate, Completion, SamplingParams
+
+WIDTHS = {"moe_intermediate_size": 64, "routed_expert_hidden_size": 128, "num_hidden_layers": 5, "mla_layers": (3,)}
+
+
+def packed_config() -> K3Config:
+    """A tiny model whose experts the kernels take packed: widths that are multiples of 64."""
+    return tiny_config(**WIDTHS)
+
+
+def update_of(version: int, config: K3Config) -> AdapterUpdate:
+    drawn = tiny_adapter(config, ADAPTER, scale=0.05)
+    return make_update(version, ADAPTER, {name: t.roll(version, -1) for name, t in drawn.items()})
+
+
+def make(kernels: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any) -> EmbeddedEngine:
+    """An engine of packed experts with a calm model: its output projections are small, so that rounding stays."""
+    config = packed_config()
+    drawn = tiny_weights(config, 0)
+    calm = {n: t * 0.3 if "o_proj" in n or "lm_head" in n or "res_proj" in n else t for n, t in drawn.items()}
+    base = build_base(
+        config, text_params(config), lambda p: calm[p.name], dtype=dtype, device=device, base_dtype="mxfp4"
+    )
+    settings: dict[str, Any] = {"max_lora_rank": 8, "max_running": 8, "max_sequence_tokens": 128, "page_size": 8}
+    return EmbeddedEngine(base, config, kernels=kernels, **{**settings, **options})  # type: ignore[arg-type]
+
+
+def reexecuted(engine: EmbeddedEngine) -> EmbeddedEngine:
+    """Decode steps through `DecodeGraphs`, where a replay runs the step again: for devices that record nothing."""
+
+    class Reexecuted(DecodeGraphs):
+        def _record(self, inputs: BatchInputs, slots: list[AdapterSlot]) -> Recorded:
+            left = self._step(inputs, slots)
+
+            def replay() -> None:
+                for old, new in zip(left, self._step(inputs, slots), strict=True):
+                    old.copy_(new)
+
+            return Recorded(replay=replay, tokens_T=left[0], drawn_3T=left[1], routed_TMK=left[2])
+
+    engine.runner.graphs = Reexecuted(engine._model, engine.store, engine.memory, max_running=3, max_pages=16)
+    return engine
+
+
+def run(engine: EmbeddedEngine, count: int, tokens: int) -> list[Completion]:
+    """Answers of the bare base, of one version, and of two versions in one batch, with NaN in all free memory."""
+    poison_before_steps(engine)
+    prompts = random_prompts(count, low=1, high=20, seed=5)
+    params = [SamplingParams(max_new_tokens=tokens, seed=i, return_routed_experts=True) for i in range(count)]
+    answers = ask(engine, prompts, params)
+    engine.load_adapter(update_of(0, engine.config))
+    answers += ask(engine, prompts, params)
+    engine.load_adapter(update_of(1, engine.config))
+    versions = [(-1, 0, 1)[i % 3] for i in range(count)]
+    return answers + _mixed(engine, prompts, params, versions)
+
+
+def _mixed(engine: EmbeddedEngine, prompts: list[list[int]], params: list[SamplingParams], versions: list[int]
+           ) -> list[Completion]:  # fmt: skip
+    async def go() -> list[Completion]:
+        return await asyncio.gather(
+            *(engine.generate(p, s, adapter_version=v) for p, s, v in zip(prompts, params, versions, strict=True))
+        )
+
+    return asyncio.run(go())
+
+
+def differences(one: list[Completion], other: list[Completion]) -> dict[str, float]:
+    """Where tokens or routed experts differ at all, and the largest difference of log-probabilities."""
+    worst, tokens, routes = 0.0, 0, 0
+    for a, b in zip(one, other, strict=True):
+        tokens += a.token_ids != b.token_ids
+        if a.token_ids == b.token_ids:
+            worst = max(worst, *(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)))
+            assert a.routed_experts is not None
+            assert b.routed_experts is not None
+            same = a.routed_experts.sort(-1).values == b.routed_experts.sort(-1).values
+            routes += int((~same).sum())
+    return {"tokens": tokens, "routes": routes, "logprobs": worst}
+
+
+def main() -> None:
+    settings: dict[str, Any] = {"prefill_chunk_tokens": 24, "max_running": 3}
+    plain = run(make("plain", **settings), 3, 3)
+    eager, recorded = make("fused", **settings), reexecuted(make("fused", overlap=True, **settings))
+    found = {"eager": differences(plain, run(eager, 3, 3)), "recorded": differences(plain, run(recorded, 3, 3))}
+    found["recorded"]["graphs"] = 0 if recorded.runner.graphs is None else recorded.runner.graphs.num_recorded
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The engine on Triton kernels in Triton's interpreter, in a process of its own: it is chosen when kernels load."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.engines import make_engine
+
+from miles_k3.errors import EngineError
+from miles_k3.rollout.embedded.fused.graphs import BatchInputs, tiers_of
+
+TESTS = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+def test_kernels_and_recorded_steps_equal_the_plain_engine() -> None:
+    """The bare base, one adapter, and two versions beside the base; chunks beside decodes; NaN in all free memory.
+
+    fp32: 1e-4 is what sums in another order come to after five layers.
+    """
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "helpers.fused_engines"], capture_output=True, text=True, check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name, differences in found.items():
+        assert differences["tokens"] == differences["routes"] == 0, (name, found)
+        assert differences["logprobs"] < 1e-4, (name, found)
+    assert found["recorded"]["graphs"] >= 3  # the base, one slot, two slots
+
+
+def test_a_batch_is_padded_with_rows_that_touch_nothing() -> None:
+    inputs = BatchInputs(4, 3, torch.device("cpu"))
+    table = np.array([[5, 6], [7, 0]])
+    for _ in range(3):  # both host buffers, and one that was full before
+        inputs.fill({"tokens": np.arange(4), "states": np.array([1, 2, 3, 4]), "table": np.full((4, 3), 9)})
+        inputs.fill(
+            {"tokens": np.array([8, 9]), "states": np.array([3, 2]), "slots": np.array([0, -1]), "table": table}
+        )
+        at = {name: view.tolist() for name, view in inputs.on_device.items()}
+        assert at["tokens"] == [8, 9, 0, 0]
+        assert at["states"] == [3, 2, -1, -1]
+        assert at["slots"] == [0, -1, -1, -1]
+        assert at["writes"] == [-1] * 4
+        assert at["lengths"] == [0] * 4
+        assert at["temperature"] == [1.0] * 4
+        assert at["table"] == [[5, 6, 0], [7, 0, 0], [0, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("most", [1, 3, 64, 200, 1000])
+def test_tiers_waste_little(most: int) -> None:
+    tiers = tiers_of(most)
+    assert tiers == sorted(set(tiers))
+    assert tiers[-1] == most
+    for count in range(1, most + 1):
+        tier = next(t for t in tiers if t >= count)
+        assert tier - count <= max(3, count // 2), (count, tier)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(EngineError, match=r"cuda_graphs needs CUDA and rollout\.kernels: fused"):
+        make_engine(cuda_graphs=True)
+    with pytest.raises(EngineError, match="it is on cpu, and Triton's kernels run on CUDA"):
+        make_engine(kernels="fused")
+    assert make_engine().runner.graphs is None
