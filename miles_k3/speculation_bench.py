@@ -1,7 +1,7 @@
 """Tokens a second of an engine that doesn't speculate, verifies all, or trims: in one process, turn by turn.
 
 Each mode has an engine of its own on the same base. Every round asks each of them, in an order that moves on, for as
-many answers as the batch, past their ends, and the same seeds: what differs is time. Spreads are over the rounds.
+many answers as the batch, with the same seeds: what differs is time. Spreads are over the rounds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from miles_k3.adapters.peft_io import load_peft
+from miles_k3.adapters.transport import publish
+from miles_k3.adapters.update import make_update
 from miles_k3.assemble import DTYPES, Model, load_model, longest_sequence, make_embedded_engine, model_config
 from miles_k3.config import Recipe
 from miles_k3.drafting import new_draft_config
@@ -63,13 +66,20 @@ class BenchPlan:
     random_draft: bool
     random_weights: bool
     temperature: float
+    past_stop: bool
 
 
-def bench_modes(recipe: Recipe, plan: BenchPlan, out: Path, told: Callable[[Rate], None]) -> list[Rate]:
+def bench_modes(
+    recipe: Recipe, adapter: Path | None, plan: BenchPlan, out: Path, told: Callable[[Rate], None]
+) -> list[Rate]:
     """Measure, write speculative.json and costs.json (what `rollout.speculative.costs` takes) into `out`."""
     model = _random_model(recipe) if plan.random_weights else load_model(recipe, ALONE)
     speculative = _speculative(recipe, model, plan)
     engines = {mode: _engine(recipe, model, plan, speculative, mode) for mode in MODES}
+    if adapter is not None:
+        config, tensors = load_peft(adapter, model.config)
+        for engine in engines.values():
+            publish(make_update(0, config, tensors), engine)
     prompts = _prompts(recipe, model, max(plan.batches), plan)
     profile = measure_engine(engines[PlanMode.TRIM], loads=list(plan.batches))
     engines[PlanMode.TRIM].speculator.planner.profile = profile  # type: ignore[union-attr]
@@ -128,9 +138,16 @@ def _ask(
 ) -> tuple[float, list[tuple[int, ...]]]:
     """Seconds, and the answers."""
 
+    stop = () if plan.past_stop or plan.random_weights else (engine.config.eos_token_id,)
+
     async def run() -> list[tuple[int, ...]]:
         params = [
-            SamplingParams(temperature=plan.temperature, max_new_tokens=plan.new_tokens, seed=1000 * (turn + 1) + i)
+            SamplingParams(
+                temperature=plan.temperature,
+                max_new_tokens=plan.new_tokens,
+                seed=1000 * (turn + 1) + i,
+                stop_token_ids=stop,
+            )
             for i in range(len(prompts))
         ]
         got = await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, params, strict=True)))

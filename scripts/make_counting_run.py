@@ -50,7 +50,7 @@ def counting_recipe(folder: Path, steps: int, lr: float) -> Recipe:
         'task.params={"prompt_column": "question", "eval_fraction": 0.1}', "task.scorer=exact",
         "rollout.sampling.max_new_tokens=48", "rollout.prompts_per_step=32", "rollout.group_size=1",
         "algorithm.advantage=none", "algorithm.drop_equal_groups=false", f"trainer.lr={lr}", "lora.rank=16",
-        "lora.alpha=32.0", "trainer.lr_warmup_steps=10",
+        "lora.alpha=32.0", "trainer.lr_warmup_steps=10", "eval.prompts=60",
     ]).recipe  # fmt: skip
 
 

@@ -89,6 +89,7 @@ def bench_speculative(
     random_draft: Annotated[bool, typer.Option("--random-draft", help="A new draft: costs, no acceptance.")] = False,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="The recipe's shapes only.")] = False,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 1.0,
+    past_stop: Annotated[bool, typer.Option("--past-stop", help="Answers go on behind their end to --tokens.")] = False,
     out: Out = Path("runs/bench"),
 ) -> None:
     """Tokens a second without speculation, verifying all, and trimming; the costs that trim goes by."""
@@ -97,10 +98,11 @@ def bench_speculative(
 
     plan = BenchPlan(
         batches=batch or (1, 8, 64, 256), new_tokens=tokens, rounds=rounds, known=known, random_draft=random_draft,
-        random_weights=random_weights, temperature=temperature,
+        random_weights=random_weights, temperature=temperature, past_stop=past_stop,
     )  # fmt: skip
+    exported = Path(recipe) / "adapter"
     rates = bench_modes(
-        load_recipe(recipe, overrides or []).recipe, plan, out,
+        load_recipe(recipe, overrides or []).recipe, exported if exported.is_dir() else None, plan, out,
         told=lambda r: typer.echo(f"batch {r.batch}, {r.mode}: {r.median:,.0f} tokens/s", err=True),
     )  # fmt: skip
     typer.echo(markdown(rates))

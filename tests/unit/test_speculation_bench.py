@@ -1,0 +1,31 @@
+"""`miles-k3 bench speculative`: a line for each batch and mode, and costs that a recipe can name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from miles_k3.cli import app
+from miles_k3.rollout.speculative.planner.cost import CostProfile
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", ["0.0", "1.0"])
+def test_modes_side_by_side(known: str, tmp_path: Path) -> None:
+    """Random weights and a random draft, which is made to know everything or nothing."""
+    arguments = [
+        "bench", "speculative", "tiny-cpu", "--random-weights", "--random-draft", "--known", known, "--batch", "1",
+        "--batch", "3", "--tokens", "17", "--rounds", "1", "--temperature", "0", "--out", str(tmp_path),
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    rates = json.loads((tmp_path / "speculative.json").read_text())["rates"]
+    assert [(r["batch"], r["mode"]) for r in rates] == [(b, m) for b in (1, 3) for m in ("off", "verify_all", "trim")]
+    assert all(0 < r["lowest"] <= r["median"] <= r["highest"] for r in rates)
+    accepted = [r["accepted"] for r in rates if r["mode"] == "verify_all"]
+    assert accepted == ([0.0, 0.0] if known == "0.0" else [7.0, 7.0])
+    assert [c.requests for c in CostProfile.load(tmp_path / "costs.json").curves] == [1, 3]
+    assert "| 3 | trim |" in result.output
