@@ -25,7 +25,7 @@ from miles_k3.rollout.cache.layout import Layout
 from miles_k3.rollout.embedded.batch import Drafted, StepBatch
 from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.model import EngineModel
-from miles_k3.rollout.embedded.proposal import Judged, Proposal, Settled, Speculative, Taps, capped
+from miles_k3.rollout.embedded.proposal import Judged, Proposal, Settled, Speculative, Taps, capped, up_to_stop
 from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
 from miles_k3.rollout.embedded.scheduler import Scheduler
@@ -117,7 +117,10 @@ class Speculator:
             at_S = put(chosen, self._device)
             drafted = self._draft(model, memory, [requests[i] for i in chosen], sampling.rows(at_S), probs_RGV, at_S)
             tokens_RG[chosen], confidence_RG[chosen] = drafted
-        verified_R = self.planner.plan(confidence_RG, limits_R)
+        useful_R = np.minimum(limits_R, up_to_stop(tokens_RG, requests))
+        # Under rejection no budget may depend on what was drafted; whatever is behind a stop token is never committed.
+        known_R = limits_R if rejects else useful_R
+        verified_R = np.minimum(self.planner.plan(confidence_RG, known_R), useful_R)
         if not verified_R.any():
             return None
         tokens = tuple(tuple(row[:n].tolist()) for row, n in zip(tokens_RG, verified_R.tolist(), strict=True))

@@ -10,10 +10,12 @@ import torch
 from miles_k3.errors import EngineError
 from miles_k3.rollout.embedded.batch import Drafted, step_batch
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
-from miles_k3.rollout.embedded.lora import StepAdapters
-from miles_k3.rollout.embedded.proposal import Taps
+from miles_k3.rollout.embedded.proposal import Proposal
 from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
+from miles_k3.rollout.embedded.scheduler import Step
+from miles_k3.rollout.speculative.acceptance import AcceptMode
+from miles_k3.rollout.speculative.planner.calibration import Calibration
 from miles_k3.rollout.speculative.planner.cost import CostProfile, measure_costs
 from miles_k3.types import SamplingParams
 
@@ -33,6 +35,8 @@ def measure_engine(engine: EmbeddedEngine, loads: Sequence[int] | None = None, *
     most = _most_requests(engine, context)
     found = loads or [*(4**n for n in range(12) if 4**n < most), most]
     scratch = _Scratch(engine, min(most, max(found)), context)
+    counters, calibration = speculator.counters.copy(), speculator.planner.calibration
+    speculator.planner.calibration = Calibration(block_size=calibration.block_size)
     try:
         with torch.inference_mode():
             return measure_costs(
@@ -41,6 +45,7 @@ def measure_engine(engine: EmbeddedEngine, loads: Sequence[int] | None = None, *
             )  # fmt: skip
     finally:
         scratch.close()
+        speculator.counters, speculator.planner.calibration = counters, calibration
 
 
 def _most_requests(engine: EmbeddedEngine, context: int) -> int:
@@ -59,7 +64,7 @@ class _Scratch:
     def __init__(self, engine: EmbeddedEngine, count: int, context: int) -> None:
         self.engine, self.memory, self.runner = engine, engine.memory, engine.runner
         assert engine.speculator is not None
-        self.speculator = engine.speculator
+        self.speculator, self.context = engine.speculator, context
         pages = engine.pool.pages_for(context + self.speculator.at.longest)
         self.requests = [self._request(i, context, pages) for i in range(count)]
         self.sampling = SamplingBatch.of(
@@ -81,24 +86,39 @@ class _Scratch:
         self.engine.pool.flush()
 
     def verify(self, count: int, each: int) -> None:
-        """One forward of `each` positions of `count` requests, draws, and the fold of all of them."""
-        requests, pool, replay = self.requests[:count], self.memory.pool, self.speculator.replay
-        assert replay is not None
-        drafted = None if each == 1 else Drafted(tokens=[(0,) * (each - 1)] * count, replay=replay)
+        """A step of the engine that feeds `each` positions of `count` requests and keeps all of them."""
+        requests, pool, runner = self.requests[:count], self.memory.pool, self.runner
+        sampling = self.sampling.rows(torch.arange(count, device=pool.device))
+        proposal = None if each == 1 else self._proposal(requests, each - 1)
+        drafted = None if proposal is None else proposal.drafted
         with pool.forward():
             batch = step_batch(self.memory, requests, [], drafted=drafted, positions=True)
-            versions, counts = [r.version for r in requests], [each] * count
-            adapters = StepAdapters.of(self.engine.store, versions, counts, pool.device)
-            taps = Taps(self.runner.model, self.speculator.at.config.target_layer_ids)
-            residual, _ = self.runner.model.hidden(batch, adapters, after_layer=taps)
-            self.speculator.write_context(batch, taps, versions, counts)
-            rows_T = torch.arange(count, device=pool.device).repeat_interleave(each)
-            tokens, _, _ = sample(self.runner.model.logits(residual), self.sampling.rows(rows_T), rows_T)
-            tokens.tolist()  # as an engine does: the host has to know what is kept
-            if batch.verify is not None:
-                rows = pool.slot_rows([r.slot for r in requests]).tolist()
-                replay.fold_(pool.states, pool.windows, rows, counts, batch.verify.steps)
+            x_TH, _ = runner._forward(batch, Step(decodes=tuple(requests)), proposal)
+            logits_TV = runner.model.head(x_TH)
+            logits_TV[:, 0] += 1e4  # what was drafted
+            if proposal is None:
+                sample(logits_TV, sampling, self._positions(requests))[0].tolist()
+            else:
+                self.speculator.settle(self.memory, batch, proposal, logits_TV, sampling)
+        for request in requests:
+            request.token_ids, request.logprobs, request.num_cached = [0], [0.0], self.context
         self._wait()
+
+    def _proposal(self, requests: Sequence[Request], drafted: int) -> Proposal:
+        assert self.speculator.replay is not None
+        size, vocab = self.speculator.at.config.block_size, self.engine.config.vocab_size
+        tokens = ((0,) * drafted,) * len(requests)
+        probs = None
+        if self.speculator.at.accept is AcceptMode.REJECTION:
+            probs = torch.zeros(len(requests), size, vocab, device=self.memory.pool.device)
+            probs[..., 0] = 1.0
+        return Proposal(
+            requests=tuple(requests), tokens=tokens, confidence_RG=np.ones((len(requests), size)), probs_RGV=probs,
+            drafted=Drafted(tokens=tokens, replay=self.speculator.replay),
+        )  # fmt: skip
+
+    def _positions(self, requests: Sequence[Request]) -> torch.Tensor:
+        return torch.tensor([r.position for r in requests], device=self.memory.pool.device)
 
     def draft(self, count: int) -> None:
         """A block for each of `count` requests."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,6 +201,21 @@ def test_stop_tokens_cut_inside_a_block(expected: list[Completion], overlap: boo
     del engine.speculator._draft  # type: ignore[union-attr]
     assert_same(engine, ask(engine, turns, PARAMS), again)
     assert engine.stats()["cached_prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize("accept", AcceptMode)
+def test_nothing_is_verified_behind_a_drafted_stop_token(accept: AcceptMode) -> None:
+    """A draft that knows everything proposes the end as well; blocks reach up to it."""
+    greedy = [replace(p, temperature=0.0) for p in PARAMS]
+    plain = ask(make_engine(top_k=ALL), PROMPTS, greedy)
+    stops = [replace(s, stop_token_ids=(a.token_ids[3],)) for s, a in zip(greedy, plain, strict=True)]
+    book = {(tuple(p), s, -1): a.token_ids for p, s, a in zip(PROMPTS, stops, plain, strict=True)}
+    engine = speculating_engine(book, every=10**6, top_k=ALL, how={"accept": accept})
+    answers = ask(engine, PROMPTS, stops)
+    wanted = [a.token_ids[: a.token_ids.index(a.token_ids[3]) + 1] for a in plain]
+    assert tokens_of(answers) == wanted
+    stats = engine.stats()
+    assert stats["drafted_tokens"] == stats["accepted_tokens"] == sum(len(w) - 1 for w in wanted)
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
