@@ -118,6 +118,7 @@ class Speculator:
             drafted = self._draft(model, memory, [requests[i] for i in chosen], sampling.rows(at_S), probs_RGV, at_S)
             tokens_RG[chosen], confidence_RG[chosen] = drafted
         useful_R = np.minimum(limits_R, up_to_stop(tokens_RG, requests))
+        self.planner.calibration.observe_room(useful_R[members])
         # Under rejection no budget may depend on what was drafted; whatever is behind a stop token is never committed.
         known_R = limits_R if rejects else useful_R
         verified_R = np.minimum(self.planner.plan(confidence_RG, known_R), useful_R)

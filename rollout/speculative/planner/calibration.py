@@ -22,16 +22,22 @@ PRIOR = 8.0  # what is believed of a bin, or a position, before any observation 
 
 @dataclass(slots=True, kw_only=True)
 class Calibration:
-    """Isotonic, per position. Without observations a confidence stands for itself."""
+    """Isotonic, per position. Without observations a confidence stands for itself.
+
+    `room_G` counts blocks, of `blocks` in all, of which a position could be committed at all: answers end.
+    """
 
     block_size: int
     reached_GE: NDArray[np.float64] = field(init=False)
     accepted_GE: NDArray[np.float64] = field(init=False)
+    room_G: NDArray[np.float64] = field(init=False)
+    blocks: int = field(init=False, default=0)
     _fits: list[NDArray[np.float64]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.reached_GE = np.zeros((self.block_size, BINS))
         self.accepted_GE = np.zeros((self.block_size, BINS))
+        self.room_G = np.zeros(self.block_size)
 
     def observe(
         self, confidence_RG: NDArray[np.float64], verified_R: NDArray[np.int64], accepted_R: NDArray[np.int64]
@@ -64,6 +70,15 @@ class Calibration:
         """
         reached, accepted = self.reached_GE.sum(1), self.accepted_GE.sum(1)
         return (accepted + PRIOR) / (reached + PRIOR)
+
+    def observe_room(self, limits_R: NDArray[np.int64]) -> None:
+        """Of drafted blocks, how many of their first tokens could be committed."""
+        self.room_G += (limits_R[:, None] > np.arange(self.block_size)).sum(0)
+        self.blocks += len(limits_R)
+
+    def room(self) -> NDArray[np.float64]:
+        """Share of blocks of which each position could be committed: [G]. Unknown counts as all."""
+        return (self.room_G + PRIOR) / (self.blocks + PRIOR)
 
     def _fit(self, k: int) -> NDArray[np.float64]:
         weights = self.reached_GE[k] + PRIOR

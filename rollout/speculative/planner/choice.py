@@ -85,7 +85,7 @@ class Planner:
         if self.mode is not PlanMode.TRIM or self.profile is None:
             return self.mode is not PlanMode.OFF
         plain = requests / float(self.profile.seconds(requests, requests))
-        return choose(self._usual(requests), self.profile).rate > plain
+        return choose(self._usual(requests) * self.calibration.room(), self.profile).rate > plain
 
     def plan(self, confidence_RG: NDArray[np.float64], limits_R: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
         """Drafted tokens of each request to verify, 0 to G, at most `limits_R` (what is left of it, say): [R].

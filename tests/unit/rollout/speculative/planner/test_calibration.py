@@ -68,3 +68,10 @@ def test_bad_rounds_are_refused() -> None:
         calibration.observe(np.zeros((1, SIZE)), np.array([1]), np.array([2]))
     with pytest.raises(EngineError, match="blocks of 3"):
         calibration.observe(np.zeros((1, 3)), np.array([1]), np.array([1]))
+
+
+def test_room_is_the_share_of_blocks_that_reach_a_position() -> None:
+    calibration = Calibration(block_size=3)
+    assert calibration.room().tolist() == [1.0, 1.0, 1.0]
+    calibration.observe_room(np.array([1] * 500 + [2] * 500))
+    assert np.allclose(calibration.room(), [1.0, 0.5, 0.0], atol=0.01)

@@ -159,3 +159,15 @@ def test_only_coupled_answers_may_be_planned_with_all_confidences(
     )
     away = chi_square(counts, chains.joint())
     assert away < 4.5 if exact else away > 6
+
+
+def test_blocks_that_answers_have_no_room_for_are_not_drafted() -> None:
+    """Good drafts of answers that end after a token: whole blocks would pay, what is left of them doesn't."""
+    calibration = Calibration(block_size=7)
+    ones = np.ones((100, 7))
+    calibration.observe(0.95 * ones, np.full(100, 7), np.full(100, 7))
+    profile = CostProfile.of([(4, 4, 1.0), (4, 32, 2.0)], {4: 0.9})
+    planner = Planner(PlanMode.TRIM, AcceptMode.COUPLED, calibration, profile)
+    assert planner.should_draft(4)
+    calibration.observe_room(np.full(1000, 0))
+    assert not planner.should_draft(4)
