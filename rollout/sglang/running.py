@@ -32,7 +32,7 @@ LOOK_S = 1.0  # between two looks at whether SGLang's processes live
 _failed = threading.Event()  # one SGLang at a time in a process: its signal says not whose it is
 
 
-def note_failure(*_: object) -> None:
+def note_failure(*_: object, **__: object) -> None:
     """SIGQUIT's handler, also in SGLang's own processes, which get it with the arguments and don't use it."""
     _failed.set()
 
@@ -52,7 +52,9 @@ class RunningSglang:
         self._folder = make_visible()
         _failed.clear()
         from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.managers import tokenizer_manager
 
+        tokenizer_manager.kill_process_tree = note_failure  # a fault of its would end this process, too
         try:
             self._engine = Engine(**arguments, custom_sigquit_handler=note_failure)
         except (AssertionError, ValueError, RuntimeError, EOFError) as e:
@@ -215,12 +217,23 @@ class RunningSglang:
         if self._manager._subprocess_watchdog is not None:
             self._manager._subprocess_watchdog.stop()
         _end(self._pids)
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(timeout=10.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10.0)
         if not self._thread.is_alive():
             self._loop.close()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+async def _cancel_others() -> None:
+    """End every other task of the running loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=5.0)
 
 
 def _lives(pid: int) -> bool:
