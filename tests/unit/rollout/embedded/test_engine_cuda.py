@@ -123,3 +123,36 @@ def test_a_random_draft_on_the_device() -> None:
     engine.speculator.planner.profile = None
     assert tokens_of(ask(engine, PROMPTS, params)) == tokens_of(plain)
     assert engine.stats()["drafted_tokens"] > 0
+
+
+@pytest.mark.timeout(300)  # Triton compiles some hundred kernels
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
+def test_kernels_equal_the_plain_forward(recorded: bool) -> None:
+    """fp32 on packed experts: the base, an adapter, versions side by side, NaN in all free memory, overlapped steps."""
+    from helpers.fused_engines import differences, make, run
+
+    plain = run(make("plain", device="cuda", prefill_chunk_tokens=24), 9, 6)
+    fused = run(make("fused", device="cuda", prefill_chunk_tokens=24, cuda_graphs=recorded), 9, 6)
+    found = differences(plain, fused)
+    assert found["tokens"] == found["routes"] == 0, found
+    assert found["logprobs"] < 1e-3, found
+
+
+@pytest.mark.timeout(300)
+def test_recorded_steps_follow_a_swap_and_a_sleep() -> None:
+    """A new adapter in a slot that graphs read, and caches at new addresses after sleep."""
+    from helpers.fused_engines import make, update_of
+
+    prompts, params = random_prompts(3, low=4, high=12, seed=8), SamplingParams(max_new_tokens=5, seed=1)
+    answers = []
+    for kernels in ("plain", "fused"):
+        engine = make(kernels, device="cuda")
+        found = []
+        for version in range(4):
+            engine.load_adapter(update_of(version, engine.config))
+            found += ask(engine, prompts, params)
+            if version == 1:
+                engine.sleep()
+                engine.wake()
+        answers.append(tokens_of(found))
+    assert answers[0] == answers[1]
