@@ -2,7 +2,8 @@
 
 Slot tensors are allocated once at rank R = max_rank and keep their addresses for the life of the store, so an engine
 may capture them in a CUDA graph. A smaller rank r fills the first r of R and zeros the rest, which leaves B A
-unchanged. A copy into a slot runs on the caller's current stream: load from the stream that runs the forward.
+unchanged. On CUDA an adapter of full rank is copied on a stream of its own; readers call `AdapterSlot.wait`. Load from
+the stream that runs the forward.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class AdapterSlot:
         self.version: int | None = None
         self.config: AdapterConfig | None = None
         self.scaling = 0.0
+        self._stream: torch.cuda.Stream | None = None
+        self._filling: tuple[torch.cuda.Event, list[torch.Tensor]] | None = None  # the sources stay alive until then
         self.factors: dict[str, Factors] = {}
         self.layers: tuple[dict[str, Factors], ...] = tuple({} for _ in range(config.num_hidden_layers))
         layout = adapter_layout(config, AdapterConfig(rank=max_rank, alpha=1.0))
@@ -58,11 +61,38 @@ class AdapterSlot:
         """Copy a verified update in place. On an error the slot stays empty (`version` None)."""
         self.version = None
         sources = by_module(layout)
-        for module, pair in self.factors.items():
-            for target, expected in zip(pair, sources[module], strict=True):
-                copy_padded(target, update.tensors[expected.name], expected.rank_dim)
+        copies = [
+            (target, update.tensors[expected.name], expected.rank_dim)
+            for module, pair in self.factors.items()
+            for target, expected in zip(pair, sources[module], strict=True)
+        ]
+        if all(t.is_cuda and s.is_cuda and t.dtype == s.dtype and t.shape == s.shape for t, s, _ in copies):
+            self._copy_beside([t for t, _, _ in copies], [s for _, s, _ in copies])
+        else:
+            for target, source, rank_dim in copies:
+                copy_padded(target, source, rank_dim)
         self.config = update.config
         self.scaling = update.config.scaling
+
+    def _copy_beside(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """On a stream of its own, so that steps of other versions go on; `wait` is where the two meet."""
+        device = targets[0].device
+        self.wait()  # an adapter that nobody has used yet may still be on its way from memory that is freed now
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # the sources are made, steps before have read
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+            filled = torch.cuda.Event()
+            filled.record()
+        self._filling = filled, sources
+
+    def wait(self) -> None:
+        """Let the current stream wait until the slot is filled: before whatever reads its factors."""
+        if self._filling is not None:
+            filled, _ = self._filling
+            filled.wait()
+            self._filling = None
 
 
 def copy_padded(target: torch.Tensor, source: torch.Tensor, rank_dim: int) -> None:

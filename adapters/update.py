@@ -167,6 +167,7 @@ def listed(names: Sequence[str], total: int | None = None) -> str:
 
 
 def _tensor_findings(tensors: Mapping[str, torch.Tensor], layout: Mapping[str, AdapterTensor]) -> Iterator[str]:
+    finite = finite_names(tensors)
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             yield f"has {name} as {type(tensor).__name__}; expected a plain dense tensor"
@@ -179,9 +180,26 @@ def _tensor_findings(tensors: Mapping[str, torch.Tensor], layout: Mapping[str, A
             )
         if tensor.dtype not in DTYPES:
             yield f"has {name} in {tensor.dtype}, expected torch.float32 or torch.bfloat16"
-        elif tensor.numel() and not is_finite(tensor):
+        elif name not in finite:
             bad = int((~torch.isfinite(tensor)).sum())
             yield f"has {bad} non-finite of {tensor.numel()} values in {name}: training diverged, lower trainer.lr"
+
+
+def finite_names(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names of the tensors in `DTYPES` whose values are all finite. A device is read once and waited for once."""
+    judged = {
+        n: t for n, t in tensors.items()
+        if isinstance(t, torch.Tensor) and t.layout is torch.strided and t.dtype in DTYPES
+    }  # fmt: skip
+    found = {n for n, t in judged.items() if not t.numel()}
+    groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name in judged.keys() - found:
+        groups.setdefault((judged[name].device, judged[name].dtype), []).append(name)
+    for names in groups.values():
+        held = [judged[n].detach() for n in names]
+        largest = torch._foreach_norm(held, float("inf"))  # pyright: ignore[reportPrivateImportUsage]
+        found |= {n for n, fine in zip(names, torch.stack(list(largest)).isfinite().tolist(), strict=True) if fine}
+    return found
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ from miles_k3.commands.bench import (
     bench_moe,
     bench_prefill,
     bench_speculative,
+    bench_swap,
 )
 from miles_k3.commands.doctor import doctor
 from miles_k3.commands.draft import draft_app
@@ -51,7 +52,7 @@ app.command("import")(import_peft)
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
 app.add_typer(bench_app, name="bench")
-for _bench in (bench_decode, bench_prefill, bench_moe, bench_kda, bench_attention, bench_speculative):
+for _bench in (bench_decode, bench_prefill, bench_swap, bench_moe, bench_kda, bench_attention, bench_speculative):
     bench_app.command(_bench.__name__.removeprefix("bench_"))(_bench)
 
 USER_ERROR = 2

@@ -1,4 +1,4 @@
-"""`miles-k3 bench decode|prefill`: whole engine steps of a model at its own widths, beside the physical floor.
+"""`miles-k3 bench decode|prefill|swap`: whole engine steps of a model at its own widths, beside the physical floor.
 
 Weights are random, drawn on the GPU. The floor of a decode step is the bytes that it must read, once each, over a
 measured read: every dense weight and the head, the experts that its tokens chose, LoRA's factors of both, the cache,
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from miles_k3.adapters.layout import adapter_layout, gate_up_pairs
-from miles_k3.adapters.update import make_update
+from miles_k3.adapters.update import make_update, update_bytes
 from miles_k3.errors import EngineError, LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.params import Part, text_params
@@ -27,7 +27,7 @@ from miles_k3.kernel_bench import Ceilings, Row
 from miles_k3.rollout.cache.blocks import Kind
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.request import Request, Stage
-from miles_k3.types import AdapterConfig, FinishReason, SamplingParams
+from miles_k3.types import AdapterConfig, AdapterUpdate, FinishReason, SamplingParams
 
 CONFIG = AdapterConfig(rank=16, alpha=32.0)
 
@@ -77,8 +77,8 @@ def bench_engine(base: ResidentBase, *, max_running: int, context: int, new_toke
     )  # fmt: skip
 
 
-def load_random(engine: EmbeddedEngine, version: int = 0) -> None:
-    """Put a random adapter into the idle slot and make it current."""
+def random_update(engine: EmbeddedEngine, version: int = 0) -> AdapterUpdate:
+    """A whole adapter on the engine's device."""
     device = engine.pool.device
     generator = torch.Generator(device).manual_seed(version)
     layout = adapter_layout(engine.config, CONFIG)
@@ -88,7 +88,7 @@ def load_random(engine: EmbeddedEngine, version: int = 0) -> None:
     }
     for gate, up in gate_up_pairs(layout):
         tensors[up] = tensors[gate]
-    engine.load_adapter(make_update(version, CONFIG, tensors))
+    return make_update(version, CONFIG, tensors)
 
 
 def decoding(engine: EmbeddedEngine, count: int, context: int) -> list[Request]:
@@ -157,7 +157,7 @@ def bench_decode(base: ResidentBase, ceilings: Ceilings, batches: Sequence[int],
     engine = bench_engine(base, max_running=max(batches), context=context, new_tokens=256)
     for adapted in (False, True):
         if adapted:
-            load_random(engine)
+            engine.load_adapter(random_update(engine))
         for batch in batches:
             requests = decoding(engine, batch, context)
             wall = step_ms(engine)
@@ -179,7 +179,7 @@ def bench_prefill(base: ResidentBase, ceilings: Ceilings, tokens: int = 8192) ->
     flops = 2.0 * tokens * (work.dense - head + work.num_moe * top_k * work.per_expert)
     for adapted in (False, True):
         if adapted:
-            load_random(engine)
+            engine.load_adapter(random_update(engine))
         times = []
         for i in range(4):
             prompt = tuple(torch.randint(0, base.config.vocab_size, (tokens,)).tolist())
@@ -201,10 +201,46 @@ def bench_prefill(base: ResidentBase, ceilings: Ceilings, tokens: int = 8192) ->
     engine.close()
 
 
+def bench_swap(base: ResidentBase, ceilings: Ceilings, batch: int = 8, swaps: int = 8) -> Iterator[Row]:
+    """A whole adapter into the idle slot while requests decode. Floor: its bytes read and written once each.
+
+    The update is made beforehand: what is timed is `load_adapter`, on an idle device and between decode steps.
+    """
+    engine = bench_engine(base, max_running=batch, context=256, new_tokens=512)
+    updates = [random_update(engine, version) for version in range(2 * swaps + 1)]
+    engine.load_adapter(updates[0])
+    num_bytes = update_bytes(updates[0])
+    floor = ceilings.floor_ms(2 * num_bytes, 0)
+    shape = f"{num_bytes / 1e9:.3f} GB, rank {CONFIG.rank}"
+    idle, stalls, usual = [], [], []
+    for update in updates[1 : swaps + 1]:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        engine.load_adapter(update)
+        torch.cuda.synchronize()
+        idle.append(1e3 * (time.perf_counter() - start))
+    yield Row(kernel="swap, idle device", shape=shape, ms=statistics.median(idle), floor_ms=floor)
+    requests = decoding(engine, batch, 256)
+    for update in updates[swaps + 1 :]:
+        usual.append(step_ms(engine, 8))
+        engine.runner.step()
+        start = time.perf_counter()
+        engine.load_adapter(update)
+        engine.runner.step()
+        engine.runner.step()  # with overlap a step returns when the one before it is done
+        stalls.append(1e3 * (time.perf_counter() - start) - 2 * usual[-1])
+    end(engine, requests)
+    yield Row(
+        kernel="swap, what decode loses", shape=f"{shape}, batch {batch}", ms=statistics.median(stalls), floor_ms=floor,
+        peer="a step", peer_ms=statistics.median(usual),
+    )  # fmt: skip
+    engine.close()
+
+
 def run(
     name: str, model: Path, batches: Sequence[int], context: int, told: Callable[[Row], None] = lambda _: None
 ) -> tuple[Ceilings, list[Row]]:
-    """`decode` or `prefill` of a model folder's config, `told` row by row. Raises LaunchError where there is no GPU."""
+    """`decode`, `prefill` or `swap` of the config in a folder, `told` row by row. Raises LaunchError without a GPU."""
     if not torch.cuda.is_available():
         raise LaunchError(f"miles-k3 bench {name} measures whole steps and found no CUDA device; run it on a GPU")
     ceilings = Ceilings.measure()

@@ -66,6 +66,11 @@ def bench_prefill(
     _engine_bench("prefill", model, [1], tokens, out)
 
 
+def bench_swap(model: Folder = Path("assets/k3-4layer"), out: Out = Path("runs/bench")) -> None:
+    """A whole adapter into the engine's idle slot, on an idle device and while requests decode."""
+    _engine_bench("swap", model, [8], 256, out)
+
+
 def _engine_bench(name: str, model: Path, batches: list[int], context: int, out: Path) -> None:
     from miles_k3 import engine_bench, kernel_bench
 

@@ -39,6 +39,7 @@ class StepAdapters:
             index = slots[0][1]
             if index == BASE_SLOT:
                 return cls()
+            store.slots[index].wait()
             return cls(((store.slots[index], None),), torch.zeros(sum(counts), dtype=torch.int32, device=device))
         adapted = [(version, store.slots[index]) for version, index in slots if index != BASE_SLOT]
         place = {version: i for i, (version, _) in enumerate(adapted)}
@@ -48,6 +49,8 @@ class StepAdapters:
     @classmethod
     def by_token(cls, slots: Sequence[AdapterSlot], slot_T: Tensor) -> StepAdapters:
         """`slot_T` int32: each token's place in `slots`, negative for the bare base."""
+        for slot in slots:
+            slot.wait()
         return cls(tuple((slot, (slot_T == i).unsqueeze(1)) for i, slot in enumerate(slots)), slot_T)
 
     @property

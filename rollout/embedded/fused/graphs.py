@@ -125,6 +125,8 @@ class DecodeGraphs:
         """Fill the batch: (the tokens to be fed, on the device, 0 where they are still in flight; the graph)."""
         used = sorted({self._store.slot_index_of(r.version) for r in requests} - {BASE_SLOT})
         slots = [self._store.slots[index] for index in used]
+        for slot in slots:
+            slot.wait()
         tier = next(t for t in self.tiers if t >= len(requests))
         if tier not in self._inputs:
             self._inputs[tier] = BatchInputs(tier, self._max_pages, self._device)
