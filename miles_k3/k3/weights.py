@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from miles_k3.k3.config import MXFP4_GROUP, K3Config
 from miles_k3.k3.ops import mxfp4
 from miles_k3.k3.params import DType, Param, Part
 from miles_k3.k3.safetensors_io import Checkpoint
+
+if TYPE_CHECKING:
+    from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts
 
 UNPACKED = "its experts are stored in BF16, so none can be kept packed; set model.base_dtype: bf16"
 BASE_DTYPES = ("bf16", "mxfp4")  # routed experts dequantised once, or kept packed
@@ -39,6 +42,25 @@ class ExpertBank:
     w2_scale: Tensor | None
     w13: Tensor | None = None
     w2: Tensor | None = None
+    _kernel_form: tuple[PackedExperts, PackedExperts] | None = field(default=None, init=False)
+
+    def for_kernels(self) -> tuple[PackedExperts, PackedExperts] | None:
+        """(w13, w2) as the Triton kernels take them; None where no codes are kept or a width doesn't fit.
+
+        Waits for the device at the first call.
+        """
+        from miles_k3.k3.kernels.mxfp4_unpack import NIBBLE_BLOCK, PackedExperts  # Triton is not everywhere
+
+        codes = (self.w13_packed, self.w2_packed)
+        if self._kernel_form is None and not any(c is None or c.shape[-1] * 2 % NIBBLE_BLOCK for c in codes):
+            assert self.w13_packed is not None, "judged above"
+            assert self.w13_scale is not None, "codes come with scales"
+            assert self.w2_packed is not None, "judged above"
+            assert self.w2_scale is not None, "codes come with scales"
+            self._kernel_form = (
+                PackedExperts.of(self.w13_packed, self.w13_scale), PackedExperts.of(self.w2_packed, self.w2_scale)
+            )  # fmt: skip
+        return self._kernel_form
 
     def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(w13 [E, 2I, Z], w2 [E, Z, I]): the resident tensors, or a fresh dequantisation when only codes are kept."""
@@ -66,7 +88,7 @@ class ExpertBank:
     def keep_dense(self, dtype: torch.dtype) -> None:
         """Dequantise once and drop the codes, one matrix after the other."""
         self.w13 = _decoded(self.w13_packed, self.w13_scale, dtype)
-        self.w13_packed = self.w13_scale = None
+        self.w13_packed = self.w13_scale = self._kernel_form = None
         self.w2 = _decoded(self.w2_packed, self.w2_scale, dtype)
         self.w2_packed = self.w2_scale = None
 

@@ -172,7 +172,7 @@ def _moe(c: K3Config, batch: Batch, n: Numbers) -> Cost:
     fused = rows * (inner * FP32 * (6 if b == FP32 else 10) + latent * b * (2 if n.cuda else 1))
     moved = 3 * rows * latent * b
     unpacked = 0
-    if n.packed:
+    if n.packed and not (n.cuda and b < FP32):  # else the kernels unpack in registers
         weight = 2 * inner * latent
         unpacked = 2 * min(c.num_experts // n.ep, max(1, EXPERT_TILE // weight)) * weight * b
         unpacked += rows * inner * FP32 * 4

@@ -41,6 +41,9 @@ from miles_k3.k3.ops.packed import Packed
 from miles_k3.k3.ops.residual_bank import ResidualBank
 from miles_k3.k3.ops.short_conv import short_conv
 from miles_k3.k3.ops.situ import situ
+from miles_k3.k3.weights import ExpertBank
+from miles_k3.trainer.model import experts as trainer_experts
+from miles_k3.trainer.model.experts import Factors
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 CASES: dict[str, Callable[[torch.device, torch.dtype], None]] = {}
@@ -433,6 +436,34 @@ def packed_convolution(device: torch.device, dtype: torch.dtype) -> None:
     for window in (None, draw.normal(4, width - 1, channels)):
         expected = short_conv(x.float(), weight.t()[:, None], packed, None if window is None else window.float())
         near(packed_conv(x, weight, packed, window), expected, dtype)
+
+
+@case
+def experts_of_the_trainer(device: torch.device, dtype: torch.dtype) -> None:
+    """`expert_rows` on packed codes against itself on unpacked weights: the output and every gradient."""
+    experts, latent, inner, rank, scaling = 4, 64, 64, 8, 0.7
+    draw = Draw(device, dtype, 0)
+    w13, w2 = draw.packed(experts, 2 * inner, latent), draw.packed(experts, latent, inner)
+    ends = torch.tensor([3, 3, 20, 26], device=device).cumsum(0).int()
+    rows = int(ends[-1])
+    factors = Factors(
+        draw.normal(rows, rank), draw.normal(rows, rank), draw.normal(experts, inner, rank),
+        draw.normal(experts, inner, rank), draw.normal(experts, rank, inner) / 8, draw.normal(latent, rank),
+    )  # fmt: skip
+    x, weight, grad = draw.normal(rows, latent), draw.normal(rows).float().sigmoid(), draw.normal(rows, latent)
+    found = []
+    for takes in (False, True):
+        bank = ExpertBank(*w13, *w2)
+        inputs = [t.clone().requires_grad_() for t in (x, weight, *factors)]
+        before, trainer_experts.takes_kernels = trainer_experts.takes_kernels, lambda _, takes=takes: takes
+        try:
+            lora = Factors(*inputs[2:])
+            out = trainer_experts.expert_rows(inputs[0], inputs[1], ends, bank, (4.0, 25.0), scaling, lora)
+            found.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+        finally:
+            trainer_experts.takes_kernels = before
+    for plain, fused in zip(*found, strict=True):
+        near(fused, plain, dtype)
 
 
 def main() -> None:

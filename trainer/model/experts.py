@@ -10,7 +10,7 @@ R rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from miles_k3.k3.ops.latent_moe import Dispatch
 from miles_k3.k3.weights import ExpertBank
 from miles_k3.trainer.model.elementwise import SituParts
 from miles_k3.trainer.model.permute import permute
+
+if TYPE_CHECKING:
+    from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts
 
 TILE_NUMBERS = 1 << 29  # weights unpacked at once: 1 GiB in bfloat16
 
@@ -115,7 +118,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MZ: Tensor, weight_M: Tensor, ends: Tensor, bank: ExpertBank, betas: tuple[float, float],
                 scaling: float, *factors: Tensor):  # fmt: skip
-        weights = FrozenExperts.of(bank, ends)
+        weights = FrozenExperts.of(bank, ends, x_MZ)
         lora = Factors(*factors) if factors else None
         h = weights.times(x_MZ, "w13")
         if lora is not None:
@@ -170,20 +173,25 @@ class _Experts(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FrozenExperts:
-    """Grouped products with a bank's weights; packed ones are unpacked a few experts at a time, and dropped again.
+    """Grouped products with a bank's weights. Packed ones are unpacked inside the kernels (`kernels`), or elsewhere a
+    few experts at a time, and dropped again.
 
-    `edges`: (first expert, last + 1, first row, last row + 1) of each tile; None where the bank is dense.
+    `edges`: (first expert, last + 1, first row, last row + 1) of each tile; None where nothing is unpacked.
     """
 
     bank: ExpertBank
     ends_E: Tensor
     edges: tuple[tuple[int, int, int, int], ...] | None
+    kernels: tuple[PackedExperts, PackedExperts] | None = None
 
     @classmethod
-    def of(cls, bank: ExpertBank, ends_E: Tensor) -> FrozenExperts:
-        """Waits for the device once where the bank is packed."""
+    def of(cls, bank: ExpertBank, ends_E: Tensor, x_MD: Tensor) -> FrozenExperts:
+        """For rows like x's. Waits for the device once where tiles are unpacked."""
         if not bank.packed:
             return cls(bank, ends_E, None)
+        kernels = bank.for_kernels() if takes_kernels(x_MD) else None
+        if kernels is not None:
+            return cls(bank, ends_E, None, kernels)
         ends, size = [0, *ends_E.tolist()], max(1, TILE_NUMBERS // bank.numbers_per_expert)
         cuts = range(0, len(ends) - 1, size)
         tiles = ((a, min(a + size, len(ends) - 1)) for a in cuts)
@@ -191,6 +199,11 @@ class FrozenExperts:
 
     def times(self, x_MD: Tensor, which: Literal["w13", "w2"], *, transposed: bool = False) -> Tensor:
         """Each row times its own expert's weight [O, D], or a gradient times its transpose [D, O]: [M, O]."""
+        if self.kernels is not None:
+            from miles_k3.k3.kernels.grouped_mxfp4 import grouped_mxfp4, grouped_mxfp4_transposed
+
+            weight = self.kernels[0 if which == "w13" else 1]
+            return (grouped_mxfp4_transposed if transposed else grouped_mxfp4)(x_MD, weight, self.ends_E)
         if self.edges is None:
             return self._product(x_MD, self.bank.weight(which, x_MD.dtype), self.ends_E, transposed)
         parts = []
@@ -202,6 +215,11 @@ class FrozenExperts:
     @staticmethod
     def _product(x_MD: Tensor, weight_EOD: Tensor, ends_E: Tensor, transposed: bool) -> Tensor:
         return F.grouped_mm(x_MD, weight_EOD if transposed else weight_EOD.transpose(1, 2), offs=ends_E)
+
+
+def takes_kernels(x_MD: Tensor) -> bool:
+    """In fp32 the kernels' products leave the tensor cores, and unpacking first is faster."""
+    return x_MD.is_cuda and x_MD.dtype == torch.bfloat16
 
 
 def _grouped(x_MD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:

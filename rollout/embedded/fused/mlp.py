@@ -13,11 +13,9 @@ from torch import Tensor
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.kernels.dense_lora import low_products, situ_with_lora
 from miles_k3.k3.kernels.fused_experts import fused_experts
-from miles_k3.k3.kernels.mxfp4_unpack import NIBBLE_BLOCK, PackedExperts
 from miles_k3.k3.kernels.router import choose_experts
 from miles_k3.k3.kernels.row_norms import rms_norm_rows
 from miles_k3.k3.kernels.skinny import Product, products_
-from miles_k3.k3.weights import ExpertBank
 from miles_k3.rollout.embedded.fused.attention import output_
 from miles_k3.rollout.embedded.lora import StepAdapters
 from miles_k3.rollout.embedded.mlp import MlpLayer, MoeLayer
@@ -68,7 +66,7 @@ class FusedMoe(MoeLayer):
 
     def __init__(self, config: K3Config, weights: MoeWeights, layer: int) -> None:
         super().__init__(config, weights, layer)
-        self._packed = _packed(weights.bank)
+        self._packed = weights.bank.for_kernels()
         self._bias_E = weights.bias_E.float()
         self._side = torch.cuda.Stream() if weights.gate_EH.is_cuda else None
 
@@ -104,13 +102,3 @@ class FusedMoe(MoeLayer):
         return fused_experts(
             z_TZ, weights_TK, experts_TK, w13, w2, lora=terms, situ_beta=beta, situ_linear_beta=linear_beta
         )
-
-
-def _packed(bank: ExpertBank) -> tuple[PackedExperts, PackedExperts] | None:
-    held = (bank.w13_packed, bank.w13_scale, bank.w2_packed, bank.w2_scale)
-    w13, w13_scale, w2, w2_scale = held
-    if w13 is None or w13_scale is None or w2 is None or w2_scale is None:
-        return None
-    if any(codes.shape[-1] * 2 % NIBBLE_BLOCK for codes in (w13, w2)):
-        return None
-    return PackedExperts.of(w13, w13_scale), PackedExperts.of(w2, w2_scale)

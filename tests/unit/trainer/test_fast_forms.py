@@ -163,10 +163,10 @@ def test_packed_experts_are_unpacked_tile_by_tile(monkeypatch: pytest.MonkeyPatc
     dense.w13, dense.w2 = packed.dense(torch.float32)
     monkeypatch.setattr(experts, "TILE_NUMBERS", numbers)
     rows = experts.Rows.of(chosen, 5)
-    tiled, whole = (experts.FrozenExperts.of(bank, rows.ends_E) for bank in (packed, dense))
+    x = experts.spread(z, rows)
+    tiled, whole = (experts.FrozenExperts.of(bank, rows.ends_E, x) for bank in (packed, dense))
     assert tiled.edges is not None
     assert len(tiled.edges) == {1: 4, 8192: 2, 1 << 29: 1}[numbers]  # the expert without rows is never unpacked
-    x = experts.spread(z, rows)
     h = whole.times(x, "w13")
     assert torch.equal(tiled.times(x, "w13"), h)
     assert torch.equal(tiled.times(h, "w13", transposed=True), whole.times(h, "w13", transposed=True))
