@@ -86,10 +86,10 @@ class _Scratch:
         self.engine.pool.flush()
 
     def verify(self, count: int, each: int) -> None:
-        """A step of the engine that feeds `each` positions of `count` requests and keeps all of them."""
+        """A step of the engine that feeds `each` positions of `count` requests on average, and keeps all of them."""
         requests, pool, runner = self.requests[:count], self.memory.pool, self.runner
         sampling = self.sampling.rows(torch.arange(count, device=pool.device))
-        proposal = None if each == 1 else self._proposal(requests, each - 1)
+        proposal = None if each == 1 else self._proposal(requests, each)
         drafted = None if proposal is None else proposal.drafted
         with pool.forward():
             batch = step_batch(self.memory, requests, [], drafted=drafted, positions=True)
@@ -104,10 +104,10 @@ class _Scratch:
             request.token_ids, request.logprobs, request.num_cached = [0], [0.0], self.context
         self._wait()
 
-    def _proposal(self, requests: Sequence[Request], drafted: int) -> Proposal:
+    def _proposal(self, requests: Sequence[Request], each: int) -> Proposal:
         assert self.speculator.replay is not None
         size, vocab = self.speculator.at.config.block_size, self.engine.config.vocab_size
-        tokens = ((0,) * drafted,) * len(requests)
+        tokens = tuple((0,) * (n - 1) for n in ragged(len(requests), each, self.speculator.at.longest))
         probs = None
         if self.speculator.at.accept is AcceptMode.REJECTION:
             probs = torch.zeros(len(requests), size, vocab, device=self.memory.pool.device)
@@ -131,3 +131,19 @@ class _Scratch:
     def _wait(self) -> None:
         if self.memory.pool.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def ragged(count: int, mean: int, longest: int) -> list[int]:
+    """Lengths of `count` requests, 1 to `longest`, as different as a plan's: `mean` on average, and exactly so."""
+    high = min(longest, 2 * mean - 1)
+    low = 2 * mean - high
+    lengths = [low + (high - low) * i // max(1, count - 1) for i in range(count)]
+    missing = mean * count - sum(lengths)
+    order = sorted(range(count), key=lambda i: lengths[i])
+    while missing:
+        step = 1 if missing > 0 else -1
+        for i in order if step > 0 else reversed(order):
+            if missing and 1 <= lengths[i] + step <= longest:
+                lengths[i] += step
+                missing -= step
+    return lengths

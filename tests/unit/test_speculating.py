@@ -10,7 +10,7 @@ from helpers.engines import ask, tokens_of
 from miles_k3.assemble import load_engine
 from miles_k3.errors import ConfigError, EngineError
 from miles_k3.recipe import load_recipe
-from miles_k3.rollout.speculative.engine_costs import measure_engine
+from miles_k3.rollout.speculative.engine_costs import measure_engine, ragged
 from miles_k3.rollout.speculative.planner.choice import PlanMode
 from miles_k3.rollout.tasks.registry import make_task
 from miles_k3.types import SamplingParams
@@ -52,6 +52,16 @@ def test_a_trimming_engine_measures_costs_and_forgets_the_measuring() -> None:
     engine.speculator = None
     with pytest.raises(EngineError, match="an engine that speculates"):
         measure_engine(engine)
+
+
+def test_measured_verifies_are_as_ragged_as_planned_ones() -> None:
+    for count in (1, 2, 3, 7, 64):
+        for longest in (2, 4, 8):
+            for mean in range(1, longest + 1):
+                lengths = ragged(count, mean, longest)
+                assert sum(lengths) == mean * count
+                assert 1 <= min(lengths) <= max(lengths) <= longest
+    assert set(ragged(64, 4, 8)) == set(range(1, 8))
 
 
 @pytest.mark.slow

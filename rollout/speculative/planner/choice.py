@@ -20,6 +20,9 @@ from miles_k3.rollout.speculative.planner.cost import CostProfile
 
 # Verifying everything costs at most this much more than nothing: no sorting, no risk by a wrong confidence.
 FLAT = 0.02
+TRIALS = 4  # drafted steps of a load before its own experience says whether drafting pays
+MEMORY = 0.1  # weight of the newest one, when there are many
+RETRY = 64  # steps of a load that doesn't pay, until it is tried again
 
 
 class PlanMode(StrEnum):
@@ -66,6 +69,24 @@ def take(worth_RG: NDArray[np.float64], budget: int) -> NDArray[np.int64]:
     return np.bincount(order % len(worth_RG), minlength=len(worth_RG))
 
 
+@dataclass(slots=True)
+class _Gain:
+    """Expected tokens a second of drafted steps, beside plain ones; `skipped` in a row."""
+
+    mean: float = 0.0
+    count: int = 0
+    skipped: int = 0
+
+    def observe(self, gain: float) -> None:
+        self.count += 1
+        self.mean += (gain - self.mean) * max(1.0 / self.count, MEMORY)
+
+    def again(self) -> bool:
+        """True every so often, for acceptance may have changed."""
+        self.skipped = (self.skipped + 1) % RETRY
+        return self.skipped == 0
+
+
 class Planner:
     """One engine's plan, round by round. Without a profile `trim` verifies everything.
 
@@ -79,11 +100,19 @@ class Planner:
         self, mode: PlanMode, accept: AcceptMode, calibration: Calibration, profile: CostProfile | None = None
     ) -> None:
         self.mode, self.accept, self.calibration, self.profile = mode, accept, calibration, profile
+        self._gains: dict[int, _Gain] = {}
 
     def should_draft(self, requests: int) -> bool:
-        """Whether a block for each of so many requests pays, by past acceptance and with what drafting costs."""
+        """Whether a block for each of so many requests pays, with what drafting costs.
+
+        By what past blocks at about this load were expected to bring, once there are some, and by mean acceptance
+        before. A load that doesn't pay is tried again now and then.
+        """
         if self.mode is not PlanMode.TRIM or self.profile is None:
             return self.mode is not PlanMode.OFF
+        gain = self._gain(requests)
+        if gain.count >= TRIALS:
+            return gain.mean > 1.0 or gain.again()
         plain = requests / float(self.profile.seconds(requests, requests))
         return choose(self._usual(requests) * self.calibration.room(), self.profile).rate > plain
 
@@ -104,10 +133,16 @@ class Planner:
             return most_R
         allowed_RG = np.arange(size) < most_R[:, None]
         worth_RG = np.cumprod(self.calibration(confidence_RG), axis=1) * allowed_RG
+        chosen = choose(worth_RG, self.profile)
+        self._gain(requests).observe(chosen.rate * float(self.profile.seconds(requests, requests)) / requests)
         if self.accept is AcceptMode.COUPLED:
-            return choose(worth_RG, self.profile).drafted_R
+            return chosen.drafted_R
         budget = int(choose(self._usual(requests) * allowed_RG, self.profile).drafted_R.sum())
         return take(worth_RG, budget)
+
+    def _gain(self, requests: int) -> _Gain:
+        """Of loads within a factor of two."""
+        return self._gains.setdefault(requests.bit_length(), _Gain())
 
     def _usual(self, requests: int) -> NDArray[np.float64]:
         return np.tile(np.cumprod(self.calibration.rates()), (requests, 1))
