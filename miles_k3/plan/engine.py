@@ -66,10 +66,12 @@ def _draft_config(recipe: Recipe) -> DraftConfig | None:
 
 
 def _draft_bytes(recipe: Recipe, c: K3Config, draft: DraftConfig, itemsize: int) -> int:
-    """Weights, a second version of them with masters and moments where it is trained; what moves the states of all
-    positions of a verify (spec 6.6)."""
-    numbers = sum(math.prod(p.shape) for p in draft_params(draft))
-    weights = numbers * itemsize + (numbers * (itemsize + 3 * FP32) if recipe.rollout.speculative.train else 0)
+    """Weights, and what moves the states of all positions of a verify (spec 6.6). Where it is trained: a second
+    version, fp32 weights with gradients and two moments, those that it began with, and hidden states to learn from."""
+    numbers, at = sum(math.prod(p.shape) for p in draft_params(draft)), recipe.rollout.speculative
+    weights = numbers * itemsize
+    if at.train:
+        weights += numbers * (itemsize + 5 * FP32) + at.train_tokens * (draft.tap_width + c.hidden_size) * itemsize
     step = 5 * c.kda_dim * itemsize + (c.kda_dim + c.kda_num_heads) * FP32
     return weights + _verify_positions(recipe, draft) * len(c.kda_layers) * step
 

@@ -51,7 +51,7 @@ class Speculator:
 
     def __init__(self, at: Speculative, model: EngineModel, layout: Layout, max_running: int) -> None:
         target = model.weights
-        self.at, self._model, self._layout = at, model, layout
+        self.at, self._model, self._layout = replace(at, weights={}), model, layout  # `drafts` has copies
         self.num_positions, self._device = at.positions(max_running), target.embed.device
         self.drafts = DraftVersions(at.config, at.weights, target.embed, target.head, target.embed.dtype)
         self.planner = Planner(at.mode, at.accept, Calibration(block_size=at.config.block_size), at.profile)

@@ -123,6 +123,14 @@ def test_a_scorer_that_the_task_has_no_use_for(run_cli: Callable[..., SimpleName
     refused(done, "task.scorer is 'exact'", "has a scorer of its own", "set task.scorer: auto")
 
 
+@pytest.mark.parametrize(("recipe", "override"), [("tiny-cpu", "rollout.engine=sglang"), ("k3-64xgb300", "run.seed=1")])
+def test_a_recipe_of_another_engine_is_not_served_by_the_embedded_one(
+    run_cli: Callable[..., SimpleNamespace], recipe: str, override: str
+) -> None:
+    done = run_cli("serve", "--recipe", recipe, "--set", override, "--port", "0")
+    refused(done, "rollout.engine is sglang, but miles-k3 serve runs the embedded engine", "rollout.engine=embedded")
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 def rewrite(model: Path, match: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Change the first tensor whose name holds `match`."""

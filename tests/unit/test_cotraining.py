@@ -68,9 +68,9 @@ def test_no_more_tokens_are_kept_than_asked_for() -> None:
 
 
 def follower_of(engine: EmbeddedEngine, folder: Path) -> DraftFollower:
-    at = engine.speculator.at  # type: ignore[union-attr]
+    drafts = engine.speculator.drafts  # type: ignore[union-attr]
     if not folder.exists():
-        write_draft(folder, at.config, at.weights)
+        write_draft(folder, drafts.config, drafts.of(-1).weights)
     section = SpeculativeSection(mode="verify_all", draft=str(folder), train=True, train_steps=3)
     found = DraftFollower.of(section, engine, ALONE, seed=0)
     assert found is not None

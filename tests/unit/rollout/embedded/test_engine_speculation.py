@@ -280,7 +280,7 @@ def serve_through_swaps(book: Book) -> tuple[EmbeddedEngine, list[tuple[int, Com
         for version in (-1, 0, 1):
             if version >= 0:
                 engine.load_adapter(adapter_update(version, scale=0.1))
-                engine.load_draft(engine.speculator.at.weights, version)  # type: ignore[union-attr]
+                engine.load_draft(engine.speculator.drafts.of(-1).weights, version)  # type: ignore[union-attr]
             tasks += [
                 (i, asyncio.ensure_future(engine.generate(p, s)))
                 for i, (p, s) in enumerate(zip(PROMPTS, PARAMS, strict=True))
