@@ -57,20 +57,33 @@ class DecodeBatch:
         return torch.zeros(hidden_BS.shape, device=hidden_BS.device).masked_fill_(hidden_BS, -torch.inf).unsqueeze(1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class VerifyBatch:
     """A token of each request and what was drafted behind it: see `speculative.verify`.
 
-    `slots_B`: rows of states and windows, by request; `ordered_B`: the same in the order of the steps. What moves the
-    states goes into `replay`; the pool's states and windows are read only.
+    `slots_B`: rows of states and windows, by request; `ordered_B`: the same in the order of the steps. `contexts`:
+    tokens cached before each request's anchor. What moves the states goes into `replay`; the pool's states and windows
+    are read only.
     """
 
     steps: VerifySteps
     slots_B: Tensor
     ordered_B: Tensor
     table_BP: Tensor
-    biases: list[Tensor]
+    contexts: tuple[int, ...]
+    page_size: int
     replay: ReplayBuffer
+
+    @cached_property
+    def biases(self) -> list[Tensor]:
+        return verify_biases(self.contexts, self.steps, self.page_size, self.table_BP.device)
+
+    @cached_property
+    def by_position(self) -> tuple[Tensor, Tensor]:
+        """(pages [T, P], tokens that it may look at [T]) of each position: for a kernel that takes a query a row."""
+        packed = self.steps.packed
+        contexts_B = put(self.contexts, packed.rows_T.device)
+        return self.table_BP.index_select(0, packed.rows_T), contexts_B[packed.rows_T] + packed.cols_T + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -208,8 +221,8 @@ def _verify_batch(
     longest = max(context + length for context, length in zip(contexts, lengths, strict=True))
     return VerifyBatch(
         steps=steps, slots_B=put(slots_B, device), ordered_B=put(slots_B[list(steps.order)], device),
-        table_BP=put(memory.page_rows(requests, longest), device),
-        biases=verify_biases(contexts, steps, memory.page_size, device), replay=replay,
+        table_BP=put(memory.page_rows(requests, longest), device), contexts=tuple(contexts),
+        page_size=memory.page_size, replay=replay,
     )  # fmt: skip
 
 

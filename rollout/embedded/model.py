@@ -27,6 +27,7 @@ class EngineModel:
     mlp_layer: type[MlpLayer] = MlpLayer
     moe_layer: type[MoeLayer] = MoeLayer
     residual: type[ResidualBank] = ResidualBank
+    on_kernels = False
 
     def __init__(self, base: ResidentBase) -> None:
         c = self.config = base.config

@@ -35,7 +35,7 @@ def records_decodes(model: EngineModel, wanted: bool | None, speculative: bool) 
             "rollout.cuda_graphs does not go with rollout.speculative, whose verifies have another shape each step; "
             "leave it null"
         )
-    can = not speculative and type(model) is not EngineModel and model.weights.head.is_cuda
+    can = not speculative and model.on_kernels and model.weights.head.is_cuda
     if wanted and not can:
         raise EngineError(
             "rollout.cuda_graphs needs CUDA and rollout.kernels: fused; leave it null, or set it to false"

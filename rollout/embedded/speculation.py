@@ -71,7 +71,9 @@ class Speculator:
     def wake(self) -> None:
         """Take it again."""
         if self.replay is None:
-            self.replay = ReplayBuffer.for_layout(self._layout, self.num_positions, self._device)
+            self.replay = ReplayBuffer.for_layout(
+                self._layout, self.num_positions, self._device, on_kernels=self._model.on_kernels
+            )
 
     @property
     def num_bytes(self) -> int:

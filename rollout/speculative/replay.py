@@ -34,17 +34,21 @@ class ReplayBuffer:
     v_TLNV: Tensor
     g_TLNK: Tensor  # fp32, as beta
     beta_TLN: Tensor
+    on_kernels: bool = False
 
     @classmethod
-    def for_layout(cls, layout: Layout, positions: int, device: torch.device) -> ReplayBuffer:
-        """For so many positions of all requests together; nothing is initialised."""
+    def for_layout(
+        cls, layout: Layout, positions: int, device: torch.device, *, on_kernels: bool = False
+    ) -> ReplayBuffer:
+        """For so many positions of all requests together; nothing is initialised. `on_kernels`: the fold must be that
+        of the kernels that decode and verify, to be equal bit for bit."""
         t, l, n, d = positions, layout.kda_layers, layout.heads, layout.head_dim
         make = torch.empty
         return cls(
             raw_TLD=make(t, l, 3 * n * d, dtype=layout.dtype, device=device),
             k_TLNK=make(t, l, n, d, dtype=layout.dtype, device=device),
             v_TLNV=make(t, l, n, d, dtype=layout.dtype, device=device),
-            g_TLNK=make(t, l, n, d, device=device), beta_TLN=make(t, l, n, device=device),
+            g_TLNK=make(t, l, n, d, device=device), beta_TLN=make(t, l, n, device=device), on_kernels=on_kernels,
         )  # fmt: skip
 
     def record(self, layer: int, raw_TD: Tensor, k_TNK: Tensor, v_TNV: Tensor, g_TNK: Tensor, beta_TN: Tensor) -> None:
@@ -83,6 +87,9 @@ class ReplayBuffer:
             raise EngineError(f"can't keep {bad[0][0]} of {bad[0][1]} verified positions")
         if len(set(slots)) != len(steps.lengths):
             raise EngineError(f"{len(steps.lengths)} requests need as many slots, got {list(slots)}")
+        if self.on_kernels:
+            self._fold_on_kernels(states_LSNKV, windows_LSWD, slots, kept, steps)
+            return
         order = [b for b in sorted(range(len(kept)), key=lambda b: -kept[b]) if kept[b]]
         per_request = states_LSNKV[:, 0].numel() * states_LSNKV.element_size()
         size = max(1, FOLD_BYTES // per_request)
@@ -93,6 +100,14 @@ class ReplayBuffer:
             firsts, counts = [cu[b] for b in members], [kept[b] for b in members]
             self._fold_states(states_LSNKV.transpose(0, 1), slots_B, firsts, counts)
             self._roll_windows(windows_LSWD.transpose(0, 1), slots_B, firsts, counts)
+
+    def _fold_on_kernels(
+        self, states_LSNKV: Tensor, windows_LSWD: Tensor, slots: Sequence[int], kept: Sequence[int], steps: VerifySteps
+    ) -> None:
+        from miles_k3.k3.kernels.kda_verify import kda_fold_  # Triton is not everywhere
+
+        slots_B, kept_B = put(slots, states_LSNKV.device), put(kept, states_LSNKV.device)
+        kda_fold_(states_LSNKV, windows_LSWD, slots_B, steps.packed.cu_seqlens[:-1], kept_B, self)
 
     def _fold_states(self, states_SLNKV: Tensor, slots_B: Tensor, firsts: list[int], counts: list[int]) -> None:
         """`counts` descend, so that who is still there at a step comes first."""

@@ -11,7 +11,9 @@ import sys
 from typing import Any
 
 import torch
+from helpers.drafts import small_config, small_weights
 from helpers.engines import ADAPTER, ask, poison_before_steps, random_prompts
+from helpers.speculating import Knowing, book_of
 from helpers.tiny import tiny_adapter, tiny_config, tiny_weights
 
 from miles_k3.adapters.store import AdapterSlot
@@ -21,9 +23,15 @@ from miles_k3.k3.params import text_params
 from miles_k3.k3.weights import build_base
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.fused.graphs import BatchInputs, DecodeGraphs, Recorded
+from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.types import AdapterUpdate, Completion, SamplingParams
 
-WIDTHS = {"moe_intermediate_size": 64, "routed_expert_hidden_size": 128, "num_hidden_layers": 5, "mla_layers": (3,)}
+WIDTHS = {
+    "moe_intermediate_size": 64,
+    "routed_expert_hidden_size": 128,
+    "num_hidden_layers": 5,
+    "mla_layers": (2, 4),
+}  # two: rows of a layer are apart
 
 
 def packed_config() -> K3Config:
@@ -102,12 +110,32 @@ def differences(one: list[Completion], other: list[Completion]) -> dict[str, flo
     return {"tokens": tokens, "routes": routes, "logprobs": worst}
 
 
+def speculating(count: int, tokens: int, **options: Any) -> tuple[dict[str, float], int]:
+    """(differences between plain decoding and verifies on kernels, drafted tokens that were accepted)."""
+    prompts = random_prompts(count, low=1, high=20, seed=5)
+    params = [SamplingParams(max_new_tokens=tokens, seed=i, return_routed_experts=True) for i in range(count)]
+    plain = make("plain", **options)
+    plain.load_adapter(update_of(0, plain.config))
+    expected = ask(plain, prompts, params)
+    config = small_config(target_layer_ids=(1, 2, 4))
+    draft = Speculative(config=config, weights=small_weights(config))
+    fused = make("fused", speculative=draft, **options)
+    poison_before_steps(fused)
+    assert fused.speculator is not None
+    knowing = Knowing(book_of(prompts, params, expected), 3, config.block_size)
+    fused.speculator._draft = knowing  # type: ignore[method-assign]
+    fused.load_adapter(update_of(0, fused.config))
+    found = differences(expected, ask(fused, prompts, params))
+    return found, int(fused.speculator.counters["accepted_tokens"])
+
+
 def main() -> None:
     settings: dict[str, Any] = {"prefill_chunk_tokens": 24, "max_running": 3}
     plain = run(make("plain", **settings), 3, 3)
     eager, recorded = make("fused", **settings), reexecuted(make("fused", overlap=True, **settings))
     found = {"eager": differences(plain, run(eager, 3, 3)), "recorded": differences(plain, run(recorded, 3, 3))}
     found["recorded"]["graphs"] = 0 if recorded.runner.graphs is None else recorded.runner.graphs.num_recorded
+    found["speculating"], found["speculating"]["accepted"] = speculating(3, 6, **settings)
     json.dump(found, sys.stdout)
 
 

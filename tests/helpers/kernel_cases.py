@@ -26,6 +26,7 @@ from miles_k3.k3.kernels.dense_lora import segmented_lora_, situ_with_lora
 from miles_k3.k3.kernels.fused_experts import fused_experts
 from miles_k3.k3.kernels.grouped_mxfp4 import Shape, grouped_mxfp4_linear
 from miles_k3.k3.kernels.kda_decode import KdaDecodeWeights, kda_decode
+from miles_k3.k3.kernels.kda_verify import kda_fold_, kda_verify_positions
 from miles_k3.k3.kernels.mla_decode import mla_decode
 from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts
 from miles_k3.k3.kernels.packed_conv import packed_conv
@@ -42,9 +43,11 @@ from miles_k3.k3.ops.residual_bank import ResidualBank
 from miles_k3.k3.ops.short_conv import short_conv
 from miles_k3.k3.ops.situ import situ
 from miles_k3.k3.weights import ExpertBank
+from miles_k3.rollout.speculative.replay import ReplayBuffer
 from miles_k3.trainer.model import experts as trainer_experts
 from miles_k3.trainer.model.experts import Factors
 
+RECORDED = ("raw_TLD", "k_TLNK", "v_TLNV", "g_TLNK", "beta_TLN")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 CASES: dict[str, Callable[[torch.device, torch.dtype], None]] = {}
 
@@ -265,6 +268,58 @@ def kda_decode_steps(device: torch.device, dtype: torch.dtype) -> None:
         assert torch.equal(windows[idle], before[1])
 
 
+@case
+def kda_verify_and_fold(device: torch.device, dtype: torch.dtype) -> None:
+    """Against decode itself, bit for bit: every output of a verify, and states and windows after every count kept,
+    with NaN in what was recorded behind; states and windows as they were until the fold."""
+    heads, keys, values, width, slots, layers = 2, 16, 32, 4, 5, 2
+    lengths, order = [3, 1, 5], [4, 0, 2]
+    draw, channels, total = Draw(device, dtype, 0), heads * (2 * keys + values), sum(lengths)
+    weights = [
+        KdaDecodeWeights(
+            conv_D1W=draw.normal(channels, 1, width, dtype=torch.float32), eps=1e-5, lower_bound=-5.0,
+            rate_N=draw.normal(heads, dtype=torch.float32).exp(), o_norm_V=draw.normal(values, dtype=torch.float32),
+            dt_bias_NK=draw.normal(heads, keys, dtype=torch.float32),
+        ) for _ in range(layers)
+    ]  # fmt: skip
+    states = draw.normal(layers, slots, heads, keys, values, dtype=torch.float32)
+    windows = draw.normal(layers, slots, width - 1, channels)
+    sizes = ((channels,), (heads, keys), (heads,), (heads, values))
+    inputs = [[draw.normal(total, *size) for size in sizes] for _ in range(layers)]
+    slot = torch.tensor(order, device=device)
+    cu = torch.tensor([0, *lengths], device=device).cumsum(0)
+    kept = ReplayBuffer(
+        raw_TLD=draw.normal(total, layers, channels), k_TLNK=draw.normal(total, layers, heads, keys),
+        v_TLNV=draw.normal(total, layers, heads, values),
+        g_TLNK=draw.normal(total, layers, heads, keys, dtype=torch.float32),
+        beta_TLN=draw.normal(total, layers, heads, dtype=torch.float32),
+    )  # fmt: skip
+    before = states.clone(), windows.clone()
+    outs = []
+    for n, (raw, f, beta, gate) in enumerate(inputs):
+        outs.append(kda_verify_positions(raw, f, beta, gate, weights[n], states[n], windows[n], slot, cu, kept, n))
+    assert torch.equal(states, before[0])
+    assert torch.equal(windows, before[1])
+    for counts in ([3, 1, 5], [0, 0, 4], [2, 1, 0], [1, 0, 2]):
+        state, window = states.clone(), windows.clone()
+        for n in range(layers):
+            for j in range(5):
+                row = [int(cu[b]) + j if j < counts[b] else 0 for b in range(3)]
+                at = torch.tensor([order[b] if j < counts[b] else -1 for b in range(3)], device=device)
+                raw, f, beta, gate = (x[row] for x in inputs[n])
+                out = kda_decode(raw, f, beta, gate, weights[n], state[n], window[n], at)
+                for b in range(3):
+                    assert j >= counts[b] or torch.equal(out[b], outs[n][row[b]]), (n, j, b)
+        folded, rolled = states.clone(), windows.clone()
+        poisoned = replace(kept, **{name: getattr(kept, name).clone() for name in RECORDED})
+        for b, count in enumerate(counts):
+            for name in RECORDED:
+                getattr(poisoned, name)[int(cu[b]) + count : int(cu[b + 1])] = float("nan")
+        kda_fold_(folded, rolled, slot, cu[:-1], torch.tensor(counts, device=device), poisoned)
+        assert torch.equal(folded, state), counts
+        assert torch.equal(rolled, window), counts
+
+
 def kda_twin(raw: Tensor, f: Tensor, beta: Tensor, gate: Tensor, w: KdaDecodeWeights, state: Tensor, window: Tensor
              ) -> Tensor:  # fmt: skip
     """The engine's own steps on gathered rows."""
@@ -303,15 +358,16 @@ def mla_decode_pages(device: torch.device, dtype: torch.dtype) -> None:
     heads, nope, extra, latent, values, page, pages = 5, 16, 8, 32, 12, 8, 40
     for seed, (lengths, splits) in enumerate(itertools.product(([1, 70, 0, 33], [8]), (None, 1, 3))):
         draw = Draw(device, dtype, seed)
-        cache = torch.full((pages, page, latent + extra), float("nan"), device=device, dtype=dtype)
+        pool = torch.full((pages, page, 2 * (latent + extra) + 8), float("nan"), device=device, dtype=dtype)
+        cache = pool[:, :, latent + extra : 2 * (latent + extra)]  # the second layer's rows of each token
         table = torch.randperm(pages, generator=draw.generator)[: len(lengths) * -(-max(lengths) // page)]
         table = table.view(len(lengths), -1).to(device, torch.int32)
         gathered = torch.zeros(len(lengths), table.shape[1] * page, latent + extra, device=device, dtype=dtype)
         for b, length in enumerate(lengths):
             gathered[b, :length] = draw.normal(length, latent + extra)
-            flat = cache[table[b].long()].flatten(0, 1)
-            flat[:length] = gathered[b, :length]
-            cache[table[b].long()] = flat.unflatten(0, (-1, page))
+            rows = cache[table[b].long()].flatten(0, 1)
+            rows[:length] = gathered[b, :length]
+            cache[table[b].long()] = rows.unflatten(0, (-1, page))
         q = draw.normal(len(lengths), heads, nope + extra)
         w_k, w_v = draw.normal(heads, nope, latent) / 4, draw.normal(heads, values, latent) / 4
         length = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -412,8 +468,9 @@ def mla_norms(device: torch.device, dtype: torch.dtype) -> None:
         q_norm, kv_norm = draw.normal(low), draw.normal(latent)
         expected_q = rms_norm(q, q_norm, 1e-6)
         expected = torch.cat([rms_norm(row[:, :latent], kv_norm, 1e-6), row[:, latent:]], dim=1)
-        pool = draw.normal(pages, page * (latent + extra) + 3)
-        cache = pool[:, : page * (latent + extra)].view(pages, page, latent + extra)
+        width = latent + extra
+        pool = draw.normal(pages, page, 2 * width + 3)
+        cache, before = pool[:, :, width : 2 * width], pool.clone()  # the second layer's rows of each token
         twin = cache.clone()
         if write is None:
             mla_norms_(q, q_norm, row, kv_norm, 1e-6)
@@ -424,6 +481,8 @@ def mla_norms(device: torch.device, dtype: torch.dtype) -> None:
         near(q, expected_q, dtype)
         near(row, expected, dtype)
         assert torch.equal(cache, twin)
+        assert torch.equal(pool[:, :, :width], before[:, :, :width])
+        assert torch.equal(pool[:, :, 2 * width :], before[:, :, 2 * width :])
 
 
 @case

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from miles_k3.k3.ops.norm import L2_EPS
 
+# At most 128 registers: two programs a multiprocessor, one waits for its state while the other computes.
+LAUNCH = {"num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False}
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class KdaDecodeWeights:
@@ -56,7 +59,7 @@ def kda_decode(raw_BD: Tensor, f_BNK: Tensor, beta_BN: Tensor, gate_BNV: Tensor,
             states_SNKV, windows_SWD, slot_B, out, scratch, raw_BD.stride(0), f_BNK.stride(0), beta_BN.stride(0),
             gate_BNV.stride(0), states_SNKV.stride(0), windows_SWD.stride(0), windows_SWD.stride(1), weights.eps,
             weights.lower_bound, L2_EPS, keys**-0.5, HEADS=heads, KEYS=keys, VALUES=values,
-            num_warps=8, maxnreg=128,  # two programs a multiprocessor: one waits for its state while the other computes
+            **LAUNCH,
         )  # fmt: skip
     return out
 
@@ -84,6 +87,40 @@ def _push(window_ptr, channel, window_stride, first, second, third):
 
 
 @triton.jit
+def pass_key(scratch_ptr, k, v, g, key, value, l2_eps, KEYS: tl.constexpr):
+    """Leave what moves a state in memory: each thread computes one channel here, and `advance` reads those of its part
+    of the state after a barrier."""
+    tl.store(scratch_ptr + KEYS + key, k * tl.rsqrt(tl.sum(k * k, 0) + l2_eps))
+    tl.store(scratch_ptr + 2 * KEYS + key, tl.exp(g))
+    tl.store(scratch_ptr + 3 * KEYS + value, v)
+
+
+@triton.jit
+def pass_query(scratch_ptr, q, key, l2_eps, scale):
+    """The same for `read`."""
+    tl.store(scratch_ptr + key, q * (tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * scale))
+
+
+@triton.jit
+def advance(state, scratch_ptr, beta, key, value, KEYS: tl.constexpr):
+    """The state one token later. Decode, verify and fold run this on tiles of one shape, without fused
+    multiply-adds, so their states are equal bit for bit."""
+    k = tl.load(scratch_ptr + KEYS + key)
+    v = tl.load(scratch_ptr + 3 * KEYS + value)
+    state = state * tl.load(scratch_ptr + 2 * KEYS + key)[:, None]
+    u = beta * (v - tl.sum(k[:, None] * state, 0))
+    return state + k[:, None] * u[None, :]
+
+
+@triton.jit
+def read(state, scratch_ptr, gate, norm, key, eps, VALUES: tl.constexpr):
+    """A head's output after its norm and gate, fp32."""
+    o = tl.sum(tl.load(scratch_ptr + key)[:, None] * state, 0)
+    o = o * tl.rsqrt(tl.sum(o * o, 0) / VALUES + eps) * norm
+    return o * tl.sigmoid(gate.to(tl.float32))
+
+
+@triton.jit
 def _kda_decode(raw_ptr, f_ptr, beta_ptr, gate_ptr, conv_ptr, rate_ptr, dt_ptr, norm_ptr, state_ptr, window_ptr,
                 slot_ptr, out_ptr, scratch_ptr, raw_stride, f_stride, beta_stride, gate_stride, state_stride,
                 window_slot_stride, window_stride, eps, lower_bound, l2_eps, scale, HEADS: tl.constexpr,
@@ -107,24 +144,16 @@ def _kda_decode(raw_ptr, f_ptr, beta_ptr, gate_ptr, conv_ptr, rate_ptr, dt_ptr, 
     v, v1, v2, v3 = _convolve(raw_ptr, window_ptr, conv_ptr, v_channel, window_stride)
     f = tl.load(f_ptr + row * f_stride + head * KEYS + key).to(tl.float32)
     g = lower_bound * tl.sigmoid(tl.load(rate_ptr + head) * (f + tl.load(dt_ptr + head * KEYS + key)))
-    # Through memory: each thread computes one channel here, and reads those of its part of the state below.
     scratch_ptr += (row * HEADS + head) * (3 * KEYS + VALUES)
-    tl.store(scratch_ptr + key, q * (tl.rsqrt(tl.sum(q * q, 0) + l2_eps) * scale))
-    tl.store(scratch_ptr + KEYS + key, k * tl.rsqrt(tl.sum(k * k, 0) + l2_eps))
-    tl.store(scratch_ptr + 2 * KEYS + key, tl.exp(g))
-    tl.store(scratch_ptr + 3 * KEYS + value, v)
+    pass_key(scratch_ptr, k, v, g, key, value, l2_eps, KEYS)
+    pass_query(scratch_ptr, q, key, l2_eps, scale)
     tl.debug_barrier()  # several threads read a tap that one of them moves
     _push(window_ptr, q_channel, window_stride, q1, q2, q3)
     _push(window_ptr, k_channel, window_stride, k1, k2, k3)
     _push(window_ptr, v_channel, window_stride, v1, v2, v3)
-    q, k = tl.load(scratch_ptr + key), tl.load(scratch_ptr + KEYS + key)
-    v = tl.load(scratch_ptr + 3 * KEYS + value)
     beta = tl.sigmoid(tl.load(beta_ptr + row * beta_stride + head).to(tl.float32))
-    state = state * tl.load(scratch_ptr + 2 * KEYS + key)[:, None]
-    u = beta * (v - tl.sum(k[:, None] * state, 0))
-    state += k[:, None] * u[None, :]
+    state = advance(state, scratch_ptr, beta, key, value, KEYS)
     tl.store(state_at, state)
-    o = tl.sum(q[:, None] * state, 0)
-    o = o * tl.rsqrt(tl.sum(o * o, 0) / VALUES + eps) * tl.load(norm_ptr + value)
-    gate = tl.load(gate_ptr + row * gate_stride + head * VALUES + value).to(tl.float32)
-    tl.store(out_at, (o * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty))
+    gate = tl.load(gate_ptr + row * gate_stride + head * VALUES + value)
+    o = read(state, scratch_ptr, gate, tl.load(norm_ptr + value), key, eps, VALUES)
+    tl.store(out_at, o.to(out_ptr.dtype.element_ty))

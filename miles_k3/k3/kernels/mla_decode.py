@@ -39,8 +39,8 @@ def paged_read(q_BNL: Tensor, cache_KGL: Tensor, page_BP: Tensor, length_B: Tens
                num_splits: int | None = None, head_block: int | None = None) -> Tensor:  # fmt: skip
     """Softmax of q over each sequence's cached rows times their latents: [B, N, C]; fp32 sums.
 
-    The pool's pages are contiguous [G, L] blocks with any stride between them; all pages of `page_BP` within a
-    sequence's length are valid.
+    Pages and tokens of the pool may have any stride between them, rows [L] are contiguous; all pages of `page_BP`
+    within a sequence's length are valid.
     """
     batch, heads, width = q_BNL.shape
     page_size, most = cache_KGL.shape[1], page_BP.shape[1] * cache_KGL.shape[1]
@@ -55,7 +55,8 @@ def paged_read(q_BNL: Tensor, cache_KGL: Tensor, page_BP: Tensor, length_B: Tens
     if not batch:
         return out
     _read_split[(head_blocks, num_splits, batch)](
-        q_BNL, cache_KGL, page_BP, length_B, part, lse, cache_KGL.stride(0), page_BP.stride(0), batch, scale,
+        q_BNL, cache_KGL, page_BP, length_B, part, lse, cache_KGL.stride(0),
+        cache_KGL.stride(1), page_BP.stride(0), batch, scale,
         HEADS=heads, LATENT=latent, EXTRA=width - latent, PAGE=page_size, SPLITS=num_splits, HEAD_BLOCK=head_block,
         LATENT_BLOCK=power_of_two(latent, at_least=16), EXTRA_BLOCK=power_of_two(width - latent, at_least=16),
         TOKENS=TOKENS, INTERPRETED=INTERPRETED, num_warps=8 if head_block == 64 else 4, num_stages=2,
@@ -68,16 +69,16 @@ def paged_read(q_BNL: Tensor, cache_KGL: Tensor, page_BP: Tensor, length_B: Tens
 
 
 @triton.jit
-def _attend(acc, top, total, q, q_extra, cache_ptr, page_ptr, first, length, page_stride, scale, LATENT: tl.constexpr,
+def _attend(acc, top, total, q, q_extra, cache_ptr, page_ptr, first, length, page_stride, token_stride, scale,
+            LATENT: tl.constexpr,
             EXTRA: tl.constexpr, PAGE: tl.constexpr, LATENT_BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr,
             TOKENS: tl.constexpr):  # fmt: skip
     """One run of tokens: earlier sums are rescaled when a larger score comes."""
-    WIDTH: tl.constexpr = LATENT + EXTRA
     c, e = tl.arange(0, LATENT_BLOCK), tl.arange(0, EXTRA_BLOCK)
     at = first + tl.arange(0, TOKENS)
     seen = at < length
     page = tl.load(page_ptr + at // PAGE, mask=seen, other=0).to(tl.int64)
-    cache_at = cache_ptr + page * page_stride + (at % PAGE) * WIDTH
+    cache_at = cache_ptr + page * page_stride + (at % PAGE) * token_stride
     rows = tl.load(cache_at[:, None] + c[None, :], mask=seen[:, None] & (c < LATENT)[None, :], other=0.0)
     extra = tl.load(cache_at[None, :] + LATENT + e[:, None], mask=seen[None, :] & (e < EXTRA)[:, None], other=0.0)
     score = tl.dot(q, tl.trans(rows), input_precision="ieee")
@@ -92,10 +93,10 @@ def _attend(acc, top, total, q, q_extra, cache_ptr, page_ptr, first, length, pag
 
 
 @triton.jit
-def _read_split(q_ptr, cache_ptr, page_ptr, length_ptr, part_ptr, lse_ptr, page_stride, table_stride, batch, scale,
-                HEADS: tl.constexpr, LATENT: tl.constexpr, EXTRA: tl.constexpr, PAGE: tl.constexpr,
-                SPLITS: tl.constexpr, HEAD_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr,
-                TOKENS: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+def _read_split(q_ptr, cache_ptr, page_ptr, length_ptr, part_ptr, lse_ptr, page_stride, token_stride,
+                table_stride, batch, scale, HEADS: tl.constexpr, LATENT: tl.constexpr, EXTRA: tl.constexpr,
+                PAGE: tl.constexpr, SPLITS: tl.constexpr, HEAD_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr,
+                EXTRA_BLOCK: tl.constexpr, TOKENS: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """Every SPLITS-th run of tokens of one sequence, for HEAD_BLOCK heads: their weighted latents and log-sum-exp."""
     split, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     head = tl.program_id(0) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
@@ -114,15 +115,15 @@ def _read_split(q_ptr, cache_ptr, page_ptr, length_ptr, part_ptr, lse_ptr, page_
     if INTERPRETED:  # which takes no range with run-time bounds
         while first < length:
             acc, top, total = _attend(
-                acc, top, total, q, q_extra, cache_ptr, page_ptr, first, length, page_stride, scale, LATENT, EXTRA,
-                PAGE, LATENT_BLOCK, EXTRA_BLOCK, TOKENS,
+                acc, top, total, q, q_extra, cache_ptr, page_ptr, first, length, page_stride, token_stride, scale,
+                LATENT, EXTRA, PAGE, LATENT_BLOCK, EXTRA_BLOCK, TOKENS,
             )  # fmt: skip
             first += SPLITS * TOKENS
     else:
         for begin in range(first, length, SPLITS * TOKENS):
             acc, top, total = _attend(
-                acc, top, total, q, q_extra, cache_ptr, page_ptr, begin, length, page_stride, scale, LATENT, EXTRA,
-                PAGE, LATENT_BLOCK, EXTRA_BLOCK, TOKENS,
+                acc, top, total, q, q_extra, cache_ptr, page_ptr, begin, length, page_stride, token_stride, scale,
+                LATENT, EXTRA, PAGE, LATENT_BLOCK, EXTRA_BLOCK, TOKENS,
             )  # fmt: skip
     empty = total == 0.0
     place = (split * batch + row) * HEADS + head

@@ -51,17 +51,17 @@ def mla_norms_(
 ) -> None:  # fmt: skip
     """Norm the low query and the latent in place, and write [latent | extra key] to the cache rows `write_T`.
 
-    The pool's pages are contiguous [G, L] blocks with any stride between them; a negative row is padding and is not
+    Pages and tokens of the pool may have any stride between them; a negative row is padding and is not
     written. One launch (spec 2.4).
     """
     num_tokens, low = q_TA.shape
     latent, width = kv_norm_C.shape[0], row_TL.shape[1]
     if not num_tokens:
         return
-    cache = row_TL if cache_KGL is None else cache_KGL
+    cache, token_stride = (row_TL, 0) if cache_KGL is None else (cache_KGL, cache_KGL.stride(1))
     _mla_norms[(num_tokens, 2)](
         q_TA, q_norm_A, row_TL, kv_norm_C, cache, q_TA if write_T is None else write_T, q_TA.stride(0),
-        row_TL.stride(0), cache.stride(0), eps, LOW=low, LATENT=latent, EXTRA=width - latent,
+        row_TL.stride(0), cache.stride(0), token_stride, eps, LOW=low, LATENT=latent, EXTRA=width - latent,
         PAGE=1 if cache_KGL is None else cache_KGL.shape[1], WRITES=cache_KGL is not None, LOW_BLOCK=power_of_two(low),
         LATENT_BLOCK=power_of_two(latent), EXTRA_BLOCK=power_of_two(width - latent), num_warps=4,
     )  # fmt: skip
@@ -101,9 +101,10 @@ def _gated(o_ptr, gate_ptr, norm_ptr, out_ptr, o_stride, head_stride, gate_strid
 
 
 @triton.jit
-def _mla_norms(q_ptr, q_norm_ptr, row_ptr, kv_norm_ptr, cache_ptr, write_ptr, q_stride, row_stride, page_stride, eps,
-               LOW: tl.constexpr, LATENT: tl.constexpr, EXTRA: tl.constexpr, PAGE: tl.constexpr, WRITES: tl.constexpr,
-               LOW_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr):  # fmt: skip
+def _mla_norms(q_ptr, q_norm_ptr, row_ptr, kv_norm_ptr, cache_ptr, write_ptr, q_stride, row_stride, page_stride,
+               token_stride, eps, LOW: tl.constexpr, LATENT: tl.constexpr, EXTRA: tl.constexpr,
+               PAGE: tl.constexpr, WRITES: tl.constexpr, LOW_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr,
+               EXTRA_BLOCK: tl.constexpr):  # fmt: skip
     """Program 0 of a token norms the query, program 1 the latent."""
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
@@ -121,7 +122,7 @@ def _mla_norms(q_ptr, q_norm_ptr, row_ptr, kv_norm_ptr, cache_ptr, write_ptr, q_
     tl.store(row_ptr + c, latent, mask=c < LATENT)
     if WRITES:
         write = tl.load(write_ptr + token).to(tl.int64)
-        cache_ptr += (write // PAGE) * page_stride + (write % PAGE) * (LATENT + EXTRA)
+        cache_ptr += (write // PAGE) * page_stride + (write % PAGE) * token_stride
         extra = tl.load(row_ptr + LATENT + e, mask=e < EXTRA, other=0.0)
         tl.store(cache_ptr + c, latent.to(cache_ptr.dtype.element_ty), mask=(c < LATENT) & (write >= 0))
         tl.store(cache_ptr + LATENT + e, extra.to(cache_ptr.dtype.element_ty), mask=(e < EXTRA) & (write >= 0))

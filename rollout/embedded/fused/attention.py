@@ -12,6 +12,7 @@ from miles_k3.k3.config import K3Config
 from miles_k3.k3.kernels.dense_lora import expand_, low_products
 from miles_k3.k3.kernels.kda_decode import KdaDecodeWeights, kda_decode
 from miles_k3.k3.kernels.kda_prefill import kda_prefill
+from miles_k3.k3.kernels.kda_verify import kda_verify_positions
 from miles_k3.k3.kernels.mla_decode import mla_decode
 from miles_k3.k3.kernels.packed_conv import packed_conv
 from miles_k3.k3.kernels.row_norms import gated_heads, mla_norms_
@@ -65,9 +66,12 @@ class FusedKda(KdaLayer):
         products_(low_TK, [Product(w.f_b_t.t(), f_TD)])
         f_TNK, out, n = f_TD.view(num_tokens, self.heads, -1), [], batch.num_decodes
         if batch.verify is not None and batch.pool is not None:
-            beta = beta_TN[:n].float().sigmoid_()
-            o_TNV = self._verify(raw_TD[:n], f_TNK[:n], beta, batch.verify, batch.pool)
-            out.append(gated_heads(o_TNV, gate_TD[:n], w.o_norm_V, self.eps))
+            at, gate_TNV = batch.verify, gate_TD[:n].view(n, self.heads, -1)
+            o_TNV = kda_verify_positions(
+                raw_TD[:n], f_TNK[:n], beta_TN[:n], gate_TNV, self._decode_weights, batch.pool.states[self.index],
+                batch.pool.windows[self.index], at.slots_B, at.steps.packed.cu_seqlens, at.replay, self.index,
+            )  # fmt: skip
+            out.append(o_TNV.flatten(1))
         if batch.decode is not None and batch.pool is not None:
             gate_BNV = gate_TD[:n].view(n, self.heads, -1)
             states, windows = batch.pool.states[self.index], batch.pool.windows[self.index]
@@ -132,7 +136,7 @@ class FusedMla(MlaLayer):
             at = batch.decode
             parts.append(mla_decode(q_TNQ[:n], kv_PZC, at.table_BP, at.lengths_B, w.w_k_NPC, w.w_v_NVC))
         if batch.verify is not None and kv_PZC is not None:
-            parts.append(self._verify(q_TNQ[:n], kv_PZC, batch.verify))
+            parts.append(mla_decode(q_TNQ[:n], kv_PZC, *batch.verify.by_position, w.w_k_NPC, w.w_v_NVC))
         if batch.chunks is not None:
             parts.append(self._chunks(q_TNQ[n:], row_TC[n:], batch.chunks, kv_PZC))
         return output_(gated_heads(joined(parts), gate_TD), w.out_t, adapters, self.layer, OUT)

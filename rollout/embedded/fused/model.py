@@ -37,6 +37,7 @@ class FusedModel(EngineModel):
     mlp_layer = FusedMlp
     moe_layer = FusedMoe
     residual = FusedResidual
+    on_kernels = True
 
     def _mlp(self, layer: int, w: LayerWeights, residual: ResidualBank, adapters: StepAdapters) -> Tensor | None:
         x_TH = residual.mix_norm(w.mlp_query_H, w.mlp_norm_H, self.config.rms_norm_eps)
