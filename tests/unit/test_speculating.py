@@ -76,6 +76,7 @@ def test_warm_acceptance_is_cold_acceptance(cache: str) -> None:
     params = [SamplingParams(max_new_tokens=12, seed=i) for i in range(64)]
     names = ("drafted_tokens", "accepted_tokens", *(f"verifies_accepting_{n}" for n in range(8)))
     counts, answers = [], []
+    before = now = engine.stats()
     for _ in range(2):
         before = dict(engine.stats())
         answers.append(ask(engine, prompts, params))

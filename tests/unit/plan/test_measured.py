@@ -16,6 +16,7 @@ from miles_k3.k3.weights import load_base
 from miles_k3.plan.phases import rank_facts
 from miles_k3.plan.planner import read_config
 from miles_k3.recipe import load_recipe
+from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.types import SamplingParams
 
 TENTH = 0.1
@@ -85,6 +86,7 @@ def test_the_pool_of_the_engine_whatever_its_size(overrides: tuple[str, ...]) ->
     planned = rank_facts(recipe, config, 1, 0, cuda=False, fla=False).engine
     base = load_base(recipe.model.path, config, dtype=DTYPES[recipe.model.dtype])
     engine = make_engine(recipe, Model(config=config, base=base, tokenizer=None))
+    assert isinstance(engine, EmbeddedEngine)
     assert planned.kv + planned.states == pytest.approx(engine.pool.num_bytes, rel=0.01)
     engine.close()
 
