@@ -26,7 +26,7 @@ from miles_k3.adapters.peft_read import PREFIX, TENSOR_FILE, PeftReader, read_wh
 from miles_k3.adapters.tensor_file import Entry, write_tensors
 from miles_k3.adapters.update import DTYPES, adapter_sha256, listed
 from miles_k3.errors import AdapterError
-from miles_k3.files import sync_folder
+from miles_k3.files import remove_tree, sync_folder
 from miles_k3.k3.config import K3Config
 from miles_k3.types import AdapterConfig, AdapterUpdate
 
@@ -108,7 +108,7 @@ def _publish(temp: Path, folder: Path, overwrite: bool) -> None:
         old = temp.with_suffix(".old")
         folder.rename(old)
         temp.rename(folder)
-        shutil.rmtree(old)
+        remove_tree(old)
     elif folder.exists() and not folder.is_dir():
         raise AdapterError(f"{folder} is a file; choose a folder for the adapter")
     else:

@@ -38,6 +38,7 @@ class PeftReader:
         self.path = folder / TENSOR_FILE
         if not self.path.is_file():
             raise AdapterError(f"{self.path} does not exist; expected a PEFT folder with {TENSOR_FILE}")
+        self.path.open("rb").close()  # says why it can't be read, where safe_open calls every reason a missing file
         try:
             self._file = safe_open(self.path, framework="pt")
         except SafetensorError as e:

@@ -77,9 +77,15 @@ def sync_folder(folder: Path) -> None:
 def remove_tree(path: Path) -> None:
     """Remove a file or folder that may not be there."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        shutil.rmtree(path, onexc=_refused)
     else:
         path.unlink(missing_ok=True)
+
+
+def _refused(_function: object, path: str, error: BaseException) -> None:
+    if isinstance(error, OSError):
+        error.filename = path  # its own has no folder
+    raise error
 
 
 def _sync(path: Path) -> None:

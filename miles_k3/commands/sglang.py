@@ -19,6 +19,10 @@ def sglang_commands(recipe: RecipeArg, overrides: SetOption = None) -> None:
     from miles_k3.rollout.sglang.commands import serve_commands
 
     loaded = load_recipe(recipe, overrides or []).recipe
+    if loaded.rollout.engine != "sglang":
+        raise LaunchError(
+            f"rollout.engine is {loaded.rollout.engine}, so the recipe starts no SGLang; add --set rollout.engine=sglang"
+        )
     config = K3Config.from_folder(loaded.model.path)
     if problems := sglang_problems(loaded, config):
         raise LaunchError("\n".join(problems))

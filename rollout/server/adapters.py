@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import shutil
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from miles_k3.adapters.content import content_sha256
 from miles_k3.adapters.peft_config import CONFIG_FILE
 from miles_k3.adapters.peft_io import TENSOR_FILE, load_peft
 from miles_k3.adapters.update import make_update
-from miles_k3.errors import AdapterError
+from miles_k3.errors import AdapterError, remedy
 from miles_k3.k3.config import K3Config
 from miles_k3.rollout.server.backend import Backend
 from miles_k3.rollout.server.errors import ApiError
 from miles_k3.rollout.server.names import Names, Served
 from miles_k3.types import AdapterUpdate
+
+log = logging.getLogger(__name__)
 
 RETRY_S = 2
 
@@ -32,13 +36,18 @@ class Adapters:
         self._changing = asyncio.Lock()
 
     def folder_below_root(self, path: str) -> Path:
-        """Raises ApiError 403 for a path that leads out of the root, 404 for one that leads nowhere."""
+        """Raises ApiError 403 for a path that leads out of the root or that the server may not read, 404 for one that
+        leads nowhere."""
         if "\0" in path:
             raise ApiError(400, "path has a zero byte", param="path")
-        folder = (self._root / path).resolve()
+        try:
+            folder = (self._root / path).resolve()
+            is_folder = folder.is_dir()
+        except OSError as e:
+            raise _unreadable(path, e) from e
         if not folder.is_relative_to(self._root):
             raise ApiError(403, f"{path} is not below the server's --adapter-root", param="path")
-        if not folder.is_dir():
+        if not is_folder:
             raise ApiError(404, f"{path}: no such folder below the server's --adapter-root", param="path")
         return folder
 
@@ -47,8 +56,8 @@ class Adapters:
     ) -> tuple[Served, list[int]]:
         """The adapter as served, and the versions that gave way to it.
 
-        Raises ApiError: 400 for a folder that holds no adapter of this model, 409 when the version is not the next one
-        or every slot is in use.
+        Raises ApiError: 400 for a folder that holds no adapter of this model, 403 for one that may not be read, 409
+        when the version is not the next one or every slot is in use.
         """
         if name is not None:
             self.names.judge_name(name)
@@ -56,8 +65,10 @@ class Adapters:
             version = await self._next_version() if version is None else version
             try:
                 update, weights_sha256 = await asyncio.to_thread(_read, folder, self._config, version)
-            except (AdapterError, OSError) as e:
+            except AdapterError as e:
                 raise ApiError(400, str(e).replace(str(folder), source), code="bad_adapter") from e
+            except OSError as e:
+                raise _unreadable(source, e) from e
             if update.config.rank > self._backend.max_rank:
                 raise ApiError(
                     400,
@@ -105,18 +116,49 @@ def _read(folder: Path, config: K3Config, version: int) -> tuple[AdapterUpdate, 
 
 @asynccontextmanager
 async def uploaded(body: AsyncIterator[bytes]) -> AsyncIterator[Path]:
-    """A folder with the adapter of a tar archive, for as long as the block lasts. Raises ApiError 400."""
-    parent = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="miles-k3-adapter-"))
+    """A folder with the adapter of a tar archive, for as long as the block lasts.
+
+    Raises ApiError: 400 for another body, 507 where the disk is full, 500 where it refuses for another reason.
+    """
+    with _kept():
+        parent = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="miles-k3-adapter-"))
     try:
-        archive = parent / "upload.tar"
-        with archive.open("wb") as file:
-            async for chunk in body:
-                await asyncio.to_thread(file.write, chunk)
         folder = parent / "adapter"
-        await asyncio.to_thread(_unpack, archive, folder)
+        with _kept():
+            archive = parent / "upload.tar"
+            with archive.open("wb") as file:
+                async for chunk in body:
+                    await asyncio.to_thread(file.write, chunk)
+            await asyncio.to_thread(_unpack, archive, folder)
         yield folder
     finally:
         await asyncio.to_thread(shutil.rmtree, parent, ignore_errors=True)
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """What the disk refuses, told without the server's own paths; those are in its log."""
+    try:
+        yield
+    except OSError as e:
+        log.error("an upload can't be kept in %s: %s", tempfile.gettempdir(), e)
+        raise ApiError(
+            507 if e.errno in (errno.ENOSPC, errno.EDQUOT) else 500,
+            f"the server can't keep the upload in its temporary folder ({e.strerror or type(e).__name__}); its "
+            f"operator should {remedy(e, 'another TMPDIR', 'look into its log')}",
+            code="upload_not_kept",
+        ) from e
+
+
+def _unreadable(source: str, error: OSError) -> ApiError:
+    refused = isinstance(error, PermissionError)
+    advice = "; change its permissions, or name another folder" if refused else ""
+    return ApiError(
+        403 if refused else 400,
+        f"{source} can't be read ({error.strerror or type(error).__name__}){advice}",
+        code="unreadable_adapter",
+        param="path",
+    )
 
 
 def _unpack(archive: Path, folder: Path) -> None:

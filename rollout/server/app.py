@@ -31,7 +31,7 @@ class ErrorBody(BaseModel):
 _REASONS = {
     400: "The request is malformed, or asks for what this server doesn't do.",
     401: "The API key is missing or wrong.",
-    403: "The path is not below --adapter-root.",
+    403: "The path is not below --adapter-root, or may not be read.",
     404: "No such model, adapter or folder.",
     409: "The adapter's version is not the next one, or every slot is in use.",
     413: "The body is too large.",
@@ -39,6 +39,7 @@ _REASONS = {
     429: "The queue is full; Retry-After says when to come again.",
     500: "The engine or the server failed on this request.",
     503: "The server is shutting down.",
+    507: "The server's disk is too full for the upload.",
 }
 
 

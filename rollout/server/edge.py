@@ -1,5 +1,5 @@
-"""What every request passes first: the API key, the size limit, and the count for the metrics. Plain ASGI, so that
-streams and disconnects pass through untouched."""
+"""What every request passes first: the API key, the size limit, and the count for the metrics; and the last place for
+what nobody foresaw. Plain ASGI, so that streams and disconnects pass through untouched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from miles_k3.rollout.server.errors import ApiError
+from miles_k3.rollout.server.errors import ApiError, error_body
 from miles_k3.rollout.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -35,12 +35,12 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 500
+        began, status, answering = time.perf_counter(), 500, False
 
         async def watched(message: Message) -> None:
-            nonlocal status
+            nonlocal status, answering
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, answering = message["status"], True
             await send(message)
 
         try:
@@ -49,6 +49,12 @@ class Edge:
             await self._app(scope, limited, watched)
         except ApiError as error:
             await JSONResponse(error.body, error.status_code, error.headers)(scope, receive, watched)
+        except Exception as error:
+            if answering:
+                raise  # the server behind breaks the connection off: nothing else tells that an answer is not whole
+            log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+            failed = error_body(500, "the server failed on this request; its log says why")
+            await JSONResponse(failed, 500)(scope, receive, watched)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.answered(route, status, time.perf_counter() - began)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +9,6 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
-
-log = logging.getLogger(__name__)
 
 _TAGS = ("system", "user", "assistant", "tool")  # of the union of messages
 _UNREADABLE = "the body can't be read as JSON: it is not UTF-8, nested too deeply, or has a number of too many digits"
@@ -48,7 +45,7 @@ def error_body(status: int, message: str, *, code: str | None = None, param: str
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Every error leaves in the same shape; what nobody foresaw is logged and becomes a 500 without details."""
+    """Every refusal leaves in the same shape."""
 
     @app.exception_handler(StarletteHTTPException)
     async def _refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
@@ -64,11 +61,6 @@ def install_handlers(app: FastAPI) -> None:
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         sentences, param = explain(error.errors(), _fields_of(request))
         return JSONResponse(error_body(400, "; ".join(sentences), param=param), status_code=400)
-
-    @app.exception_handler(Exception)
-    async def _failed(request: Request, error: Exception) -> JSONResponse:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return JSONResponse(error_body(500, "the server failed on this request; its log says why"), status_code=500)
 
 
 def _fields_of(request: Request) -> Sequence[str]:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.odd_grader import OddGrader
+from helpers.ordinary_rights import ordinary_rights
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -129,6 +130,10 @@ def test_a_recipe_of_another_engine_is_not_served_by_the_embedded_one(
 ) -> None:
     done = run_cli("serve", "--recipe", recipe, "--set", override, "--port", "0")
     refused(done, "rollout.engine is sglang, but miles-k3 serve runs the embedded engine", "rollout.engine=embedded")
+
+
+def test_commands_of_sglang_for_a_recipe_without_it(run_cli: Callable[..., SimpleNamespace]) -> None:
+    refused(run_cli("sglang-commands", "tiny-cpu"), "rollout.engine is embedded, so the recipe starts no SGLang")
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -270,3 +275,20 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
     assert not list((tmp_path / "runs/tiny-cpu/checkpoints").glob("*")), "no half checkpoint"
     assert train(resume=True).code == 0
     assert [line["step"] for line in metrics(tmp_path)] == [0, 1]
+
+
+def test_folders_that_may_not_be_written(train: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
+    """A closed place for runs, then a closed part of a run: nothing half-written, and it goes on once that is open."""
+    place, run = tmp_path / "closed", tmp_path / "runs/tiny-cpu"
+    place.mkdir(mode=0o555)
+    with ordinary_rights():
+        refused(train(f"run.folder={place}"), f"{place}/tiny-cpu: Permission denied; change its permissions or choose")
+        assert list(place.iterdir()) == []
+        constant = ("trainer.lr_decay=constant", "run.save_every=1")
+        assert train(*constant).code == 0
+        (run / "checkpoints").chmod(0o555)
+        refused(train(*constant, "run.steps=2", resume=True), f"{run}/checkpoints/", ": Permission denied; change")
+        (run / "checkpoints").chmod(0o755)
+        assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000001"]
+        assert train(*constant, "run.steps=2", resume=True).code == 0
+    assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2]

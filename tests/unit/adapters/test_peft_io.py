@@ -6,6 +6,7 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
+from helpers.ordinary_rights import ordinary_rights
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -227,6 +228,18 @@ def test_a_failed_write_leaves_the_old_adapter(new_update, folder, monkeypatch):
         save_peft(folder, new_update(1), "some/base", overwrite=True)
     assert contents(folder) == before
     assert [p.name for p in folder.parent.iterdir()] == ["final"]
+
+
+def test_an_old_adapter_that_may_not_be_removed(new_update, folder):
+    """The new one is in place and whole; what is in the way is named."""
+    save_peft(folder, new_update(0), "some/base")
+    folder.chmod(0o555)
+    with ordinary_rights(), pytest.raises(PermissionError) as refusal:
+        save_peft(folder, new_update(1), "some/base", overwrite=True)
+    [old] = [p for p in folder.parent.iterdir() if p != folder]
+    assert str(refusal.value.filename).startswith(f"{old}/")
+    assert len(contents(folder)) == 2
+    old.chmod(0o755)
 
 
 def test_files_are_synced_before_they_get_their_name(new_update, folder, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.exports import contents, write_base
+from helpers.ordinary_rights import ordinary_rights
 from helpers.tiny import tiny_adapter
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -19,7 +20,6 @@ from miles_k3.adapters.peft_io import save_peft
 from miles_k3.adapters.peft_read import PeftReader
 from miles_k3.adapters.update import make_update
 from miles_k3.errors import AdapterError, CheckpointError, ConfigError
-from miles_k3.export import shards
 from miles_k3.export.merging import Merger
 from miles_k3.export.shards import ShardedFolder
 from miles_k3.export.verify import verify_merged
@@ -150,17 +150,17 @@ def test_another_adapter_or_base_does_not_go_on(export, case, inside, tmp_path):
         export(tmp_path / "out", "mxfp4", model=tmp_path / "base", resume=True)
 
 
-def test_no_permission(export, tmp_path, monkeypatch):
+def test_no_permission(export, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="can't be written"):
         export(tmp_path / "file" / "out", "bf16")
 
-    def refuse(*args, **kwargs):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(shards.FolderLock, "take", refuse)
-    with pytest.raises(CheckpointError, match=r"can't be written \(Permission denied"):
-        export(tmp_path / "out", "bf16")
+    (tmp_path / "closed").mkdir(mode=0o555)
+    with ordinary_rights():
+        for folder in (tmp_path / "closed" / "out", tmp_path / "closed" / "deep" / "out"):
+            with pytest.raises(CheckpointError, match=r"can't be written \(Permission denied\); change its"):
+                export(folder, "bf16")
+    assert list((tmp_path / "closed").iterdir()) == []
 
 
 def changed(folder: Path, match: str, to: Path, keep_hash: bool = True) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.ordinary_rights import ordinary_rights
 from helpers.servers import MODEL, Running, running_server, save_tiny_adapter, tiny_engine
 
 from miles_k3.types import SamplingParams
@@ -201,6 +203,43 @@ def test_bad_adapters_are_refused_and_nothing_changes(client: httpx.Client, root
         assert str(root) not in answer.text or "--adapter-root" in answer.text
     assert [a["version"] for a in client.get("/v1/adapters").json()["data"]] == [0]
     assert load(client, "a1")["version"] == 1
+
+
+def test_what_the_server_may_not_read_or_write(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told with its reason, on a connection that goes on; nothing is kept, and the server serves on."""
+    temporary, closed = tmp_path / "tmp", root / "closed"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    shutil.copytree(root / "a0", closed)
+    weights, body = closed / "adapter_model.safetensors", tar_of(root / "a0")
+
+    def refused(answer: httpx.Response, status: int, *parts: str) -> None:
+        assert answer.status_code == status, answer.text
+        assert all(part in answer.json()["error"]["message"] for part in parts), answer.text
+        assert str(tmp_path) not in answer.text
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        ordinary_rights(),
+        running_server(tiny_engine(), adapter_root=root) as served,
+        httpx.Client(base_url=served.url, timeout=60) as client,
+    ):
+        for place, mode in ((closed, 0o755), (weights, 0o644), (root, 0o755)):
+            place.chmod(0)
+            answer = client.post("/v1/adapters", json={"path": "closed"})
+            place.chmod(mode)
+            refused(answer, 403, "closed can't be read (Permission denied); change its permissions")
+        temporary.chmod(0o555)
+        refused(upload(client, body), 500, "in its temporary folder (Permission denied)", "choose another TMPDIR")
+        temporary.chmod(0o755)
+        with monkeypatch.context() as patch:
+            patch.setattr("shutil.copyfileobj", full)
+            refused(upload(client, body), 507, "(No space left on device)", "free some space")
+        assert list(temporary.iterdir()) == []
+        assert client.get("/v1/adapters").json()["data"] == []
+        assert upload(client, body).json()["version"] == load(client, "closed")["version"] - 1 == 0
 
 
 @pytest.mark.parametrize(
