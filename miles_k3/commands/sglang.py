@@ -21,7 +21,8 @@ def sglang_commands(recipe: RecipeArg, overrides: SetOption = None) -> None:
     loaded = load_recipe(recipe, overrides or []).recipe
     if loaded.rollout.engine != "sglang":
         raise LaunchError(
-            f"rollout.engine is {loaded.rollout.engine}, so the recipe starts no SGLang; add --set rollout.engine=sglang"
+            f"rollout.engine is {loaded.rollout.engine}, so the recipe starts no SGLang; "
+            "add --set rollout.engine=sglang"
         )
     config = K3Config.from_folder(loaded.model.path)
     if problems := sglang_problems(loaded, config):
