@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("interpreted kernels")  # one process runs all cases, once
 TESTS = Path(__file__).parents[2]
 SOURCE = (TESTS / "helpers/kernel_cases.py").read_text()
 NAMES = [
