@@ -20,7 +20,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # other modules' tests may run in between
 def results() -> dict[str, str]:
     """Case -> what went wrong, empty where nothing did."""
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
