@@ -78,6 +78,18 @@ def test_generate_says_what_the_engine_says(client: httpx.Client) -> None:
     assert (answer["finish_reason"], answer["adapter_version"]) == ("length", -1)
 
 
+def test_generate_at_temperature_0_is_greedy_whatever_the_seed(client: httpx.Client) -> None:
+    odd = [250, 3, 97, 181, 44, 201]  # no prompt that the model knows, so that draws differ
+    answers: dict[float, set[tuple[int, ...]]] = {0.0: set(), 1.0: set()}
+    for temperature, found in answers.items():
+        for seed in range(4):
+            drawn = {"max_new_tokens": 12, "seed": seed, "temperature": temperature, "stop_token_ids": []}
+            found.add(tuple(generate(client, input_ids=odd, sampling_params=drawn)["output_ids"]))
+    own = asyncio.run(tiny_engine().generate(odd, SamplingParams(max_new_tokens=12, temperature=0.0)))
+    assert answers[0.0] == {tuple(own.token_ids)}
+    assert len(answers[1.0]) > 1
+
+
 def test_generate_streams_the_same_tokens(client: httpx.Client) -> None:
     whole = generate(client)
     body = {"input_ids": IDS, "sampling_params": DRAWN, "stream": True}
