@@ -81,18 +81,28 @@ class KdaLayer:
         self, raw_TD: Tensor, f_TNK: Tensor, beta_TN: Tensor, batch: ChunkBatch, pool: BlockPool | None
     ) -> Tensor:
         """Chunks of prompts, from the cached state where there is context."""
-        at, state, window = batch.states, None, None
-        if pool is not None and at is not None and batch.has_context:
-            state = pool.states[self.index].index_select(0, at.rows_B)
-            window = pool.windows[self.index].index_select(0, at.rows_B)
+        state, window = self._carried(batch, pool)
         q, k, v = self._split(short_conv(raw_TD, self.w.conv_D1W, batch.packed, window))
         g = kda_gate(f_TNK, self.w.a_log_N, self.w.dt_bias_NK, self.bound)
         o_TNV, state = kda_chunk(q, k, v, g, beta_TN, batch.packed, state, batch.chunks)
-        if pool is not None and at is not None:
-            window = next_window(raw_TD, batch.packed, self.w.conv_D1W.shape[-1], window)
-            pool.states[self.index].index_copy_(0, at.rows_B, state)
-            pool.windows[self.index].index_copy_(0, at.rows_B, window)
+        self._carry(raw_TD, state, window, batch, pool)
         return o_TNV
+
+    def _carried(self, batch: ChunkBatch, pool: BlockPool | None) -> tuple[Tensor | None, Tensor | None]:
+        """States and windows that chunks go on from; None where all begin their sequence."""
+        if pool is None or batch.states is None or not batch.has_context:
+            return None, None
+        rows_B = batch.states.rows_B
+        return pool.states[self.index].index_select(0, rows_B), pool.windows[self.index].index_select(0, rows_B)
+
+    def _carry(
+        self, raw_TD: Tensor, state: Tensor, window: Tensor | None, batch: ChunkBatch, pool: BlockPool | None
+    ) -> None:
+        """What the next chunks go on from; `window` is what these went on from."""
+        if pool is not None and batch.states is not None:
+            window = next_window(raw_TD, batch.packed, self.w.conv_D1W.shape[-1], window)
+            pool.states[self.index].index_copy_(0, batch.states.rows_B, state)
+            pool.windows[self.index].index_copy_(0, batch.states.rows_B, window)
 
 
 class MlaLayer:

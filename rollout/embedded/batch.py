@@ -115,11 +115,11 @@ class Bucket:
 class ChunkBatch:
     """Chunks of prompts, or whole sequences that touch no cache (`states` None).
 
-    `lengths` of the chunks, `last_B` index, among the chunks' tokens, of each one's last; `has_context`: some chunk
-    continues a cached one.
+    `cu_seqlens_host`: the packed stream's on the host; `last_B` index, among the chunks' tokens, of each one's last;
+    `has_context`: some chunk continues a cached one.
     """
 
-    lengths: tuple[int, ...]
+    cu_seqlens_host: Tensor
     packed: Packed
     chunks: Chunks
     buckets: tuple[Bucket, ...]
@@ -256,7 +256,7 @@ def _packed_chunks(
         memory, requests = cached
         states = StateRows.of(memory.pool.slot_rows([r.slot for r in requests]), device)
     return ChunkBatch(
-        lengths=tuple(lengths), packed=packed, chunks=Chunks.of(host).to(device), buckets=tuple(buckets),
+        cu_seqlens_host=host.cu_seqlens, packed=packed, chunks=Chunks.of(host).to(device), buckets=tuple(buckets),
         last_B=packed.last_index_B(),        states=states, has_context=any(contexts),
     )  # fmt: skip
 

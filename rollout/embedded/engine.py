@@ -31,6 +31,16 @@ class EmbeddedEngine:
     Steps run on the loop's own thread, with a turn for the loop's other tasks after each. All methods must be called
     from that thread. Every request uses the newest adapter unless it pins a live version; before the first adapter
     that is version -1, the bare base.
+
+    Options: `num_pages` 0 holds `max_running` requests of `max_sequence_tokens`. `adapter_config`: refuse any other.
+    `cache_slots`: state checkpoints that the prefix cache may hold beside those that find room among the requests'; 0
+    takes a quarter of `max_running`. `cache_min_tokens`: shorter prefixes are not kept. `reserve_tokens`: answer tokens
+    that a request gets memory for at first; None for all it may have. `cache_pool`: one memory for states and pages, or
+    one of each kind. `track_interval`: tokens between snapshots of long prompts and growing answers; 0 takes none.
+    `adapter_slots`: versions that can be live at once beside the base. `overlap`: plan and queue a step while the one
+    before runs; None does so on CUDA. `speculative`: draft tokens, and verify them. `kernels`: the forward in plain
+    torch or on Triton kernels; auto takes those on CUDA where the widths fit. `cuda_graphs`: record decode steps; None
+    does so with the kernels, but not with `speculative`.
     """
 
     def __init__(
@@ -60,18 +70,7 @@ class EmbeddedEngine:
         kernels: Literal["auto", "plain", "fused"] = "auto",
         cuda_graphs: bool | None = None,
     ) -> None:
-        """`num_pages` 0 holds `max_running` requests of `max_sequence_tokens`. `adapter_config`: refuse any other.
-        `cache_slots`: state checkpoints that the prefix cache may hold beside those that find room among the requests';
-        0 takes a quarter of `max_running`. `cache_min_tokens`: shorter prefixes are not kept. `reserve_tokens`: answer
-        tokens that a request gets memory for at first; None for all it may have. `cache_pool`: one memory for states
-        and pages, or one of each kind. `track_interval`: tokens between snapshots of long prompts and growing answers;
-        0 takes none. `adapter_slots`: versions that can be live at once beside the base. `overlap`: plan and queue a
-        step while the one before runs; None does so on CUDA. `speculative`: draft tokens, and verify them. `kernels`:
-        the forward in plain torch or on Triton kernels; auto takes those on CUDA where the widths fit. `cuda_graphs`:
-        record decode steps; None does so with the kernels, but not with `speculative`.
-
-        Raises EngineError when `config` or `dtype` are not the base's own.
-        """
+        """Raises EngineError when `config` or `dtype` are not the base's own, and for what the device can't."""
         _judge_base(base, config, dtype)
         self.config, self.max_sequence_tokens, self.max_running = config, max_sequence_tokens, max_running
         self.tokenizer, self.adapter_config = tokenizer, adapter_config

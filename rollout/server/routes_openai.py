@@ -40,60 +40,62 @@ def openai_routes(server: Server) -> APIRouter:
 
     @router.post("/completions", response_model=None, responses=WHOLE_OR_STREAM)
     async def complete(body: CompletionBody, request: Request) -> Response:
-        version = server.adapters.names.version_of(body.model)
-        prompts = await _prompts(server, body)
-        plans = []
-        for prompt in prompts:
-            asked = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
-            limit = server.max_new_tokens(len(prompt), asked, "max_tokens")
-            plans += [(prompt, params) for params in server.sampling(body, limit)]
-        token_text = _token_text(server) if body.logprobs is not None else None
-        flight = server.begin(plans, version=version, streams=bool(body.stream))
-        choices = [
-            TextChoice(
-                AnswerText(server.chat.tokenizer, stop=params.stop, stop_token_ids=params.stop_token_ids), token_text
-            )
-            for _, params in plans
-        ]
-        answer = Answer(
-            flight, choices, kind="text_completion", prefix="cmpl", model=body.model,
-            prompt_tokens=sum(map(len, prompts)),
-        )  # fmt: skip
-        return await _respond(server, request, body, flight, answer, None)
+        return await _complete(server, body, request)
 
     @router.post("/chat/completions", response_model=None, responses=WHOLE_OR_STREAM)
     async def chat(body: ChatBody, request: Request) -> Response:
-        version = server.adapters.names.version_of(body.model)
-        if body.max_tokens is not None and body.max_completion_tokens is not None:
-            raise ApiError(400, "give max_tokens or max_completion_tokens, not both", param="max_tokens")
-        prompt = await server.chat.prompt(body)
-        server.judge_tokens(prompt.token_ids, "messages")
-        asked, param = (
-            (body.max_tokens, "max_tokens")
-            if body.max_completion_tokens is None
-            else (body.max_completion_tokens, "max_completion_tokens")
-        )
-        plans = [
-            (prompt.token_ids, params)
-            for params in server.sampling(body, server.max_new_tokens(len(prompt.token_ids), asked, param))
-        ]
-        token_text = _token_text(server) if body.logprobs else None
-        flight = server.begin(plans, version=version, streams=bool(body.stream))
-        choices: list[Choice] = [
-            ChatChoice(
-                ChatReader(server.chat, prompt, stop=params.stop, stop_token_ids=params.stop_token_ids), token_text
-            )
-            for _, params in plans
-        ]
-        answer = Answer(
-            flight, choices, kind="chat.completion", prefix="chatcmpl", model=body.model,
-            prompt_tokens=len(prompt.token_ids),
-        )  # fmt: skip
-        return await _respond(
-            server, request, body, flight, answer, {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-        )
+        return await _chat(server, body, request)
 
     return router
+
+
+async def _complete(server: Server, body: CompletionBody, request: Request) -> Response:
+    version = server.adapters.names.version_of(body.model)
+    prompts = await _prompts(server, body)
+    plans = []
+    for prompt in prompts:
+        asked = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
+        limit = server.max_new_tokens(len(prompt), asked, "max_tokens")
+        plans += [(prompt, params) for params in server.sampling(body, limit)]
+    token_text = _token_text(server) if body.logprobs is not None else None
+    flight = server.begin(plans, version=version, streams=bool(body.stream))
+    choices = [
+        TextChoice(
+            AnswerText(server.chat.tokenizer, stop=params.stop, stop_token_ids=params.stop_token_ids), token_text
+        )
+        for _, params in plans
+    ]
+    answer = Answer(
+        flight, choices, kind="text_completion", prefix="cmpl", model=body.model, prompt_tokens=sum(map(len, prompts))
+    )
+    return await _respond(server, request, body, flight, answer, None)
+
+
+async def _chat(server: Server, body: ChatBody, request: Request) -> Response:
+    version = server.adapters.names.version_of(body.model)
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise ApiError(400, "give max_tokens or max_completion_tokens, not both", param="max_tokens")
+    prompt = await server.chat.prompt(body)
+    server.judge_tokens(prompt.token_ids, "messages")
+    asked, param = (
+        (body.max_tokens, "max_tokens")
+        if body.max_completion_tokens is None
+        else (body.max_completion_tokens, "max_completion_tokens")
+    )
+    limit = server.max_new_tokens(len(prompt.token_ids), asked, param)
+    plans = [(prompt.token_ids, params) for params in server.sampling(body, limit)]
+    token_text = _token_text(server) if body.logprobs else None
+    flight = server.begin(plans, version=version, streams=bool(body.stream))
+    choices: list[Choice] = [
+        ChatChoice(ChatReader(server.chat, prompt, stop=params.stop, stop_token_ids=params.stop_token_ids), token_text)
+        for _, params in plans
+    ]
+    answer = Answer(
+        flight, choices, kind="chat.completion", prefix="chatcmpl", model=body.model,
+        prompt_tokens=len(prompt.token_ids),
+    )  # fmt: skip
+    first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+    return await _respond(server, request, body, flight, answer, first)
 
 
 async def _respond(

@@ -18,12 +18,11 @@ from miles_k3.k3.kernels.packed_conv import packed_conv
 from miles_k3.k3.kernels.row_norms import gated_heads, mla_norms_
 from miles_k3.k3.kernels.skinny import Product, products_
 from miles_k3.k3.ops.kda import kda_chunk, kda_gate
-from miles_k3.k3.ops.short_conv import next_window
 from miles_k3.rollout.cache.memory import BlockPool
 from miles_k3.rollout.embedded.attention import OUT, KdaLayer, MlaLayer, joined
 from miles_k3.rollout.embedded.batch import ChunkBatch, StepBatch
 from miles_k3.rollout.embedded.lora import StepAdapters
-from miles_k3.rollout.embedded.weights import KdaWeights, MlaWeights
+from miles_k3.rollout.embedded.weights import KdaWeights
 
 
 def output_(x_TD: Tensor, weight_t: Tensor, adapters: StepAdapters, layer: int, module: str) -> Tensor:
@@ -86,31 +85,23 @@ class FusedKda(KdaLayer):
     def _prefill(
         self, raw_TD: Tensor, f_TNK: Tensor, beta_TN: Tensor, batch: ChunkBatch, pool: BlockPool | None
     ) -> Tensor:
-        at, state, window = batch.states, None, None
-        if pool is not None and at is not None and batch.has_context:
-            state = pool.states[self.index].index_select(0, at.rows_B)
-            window = pool.windows[self.index].index_select(0, at.rows_B)
+        state, window = self._carried(batch, pool)
         q, k, v = self._split(packed_conv(raw_TD, self._conv_WD, batch.packed, window))
         w, beta = self.w, beta_TN.float().sigmoid_()
         if q.is_cuda and q.dtype == torch.bfloat16:
-            cu_host = torch.tensor((0, *batch.lengths)).cumsum(0)
             o_TNV, state = kda_prefill(
-                q, k, v, f_TNK, beta, w.a_log_N, w.dt_bias_NK, self.bound, batch.packed.cu_seqlens, cu_host, state
-            )
+                q, k, v, f_TNK, beta, w.a_log_N, w.dt_bias_NK, self.bound, batch.packed.cu_seqlens,
+                batch.cu_seqlens_host, state,
+            )  # fmt: skip
         else:
             g = kda_gate(f_TNK, w.a_log_N, w.dt_bias_NK, self.bound)
             o_TNV, state = kda_chunk(q, k, v, g, beta, batch.packed, state, batch.chunks)
-        if pool is not None and at is not None:
-            window = next_window(raw_TD, batch.packed, self._conv_WD.shape[0], window)
-            pool.states[self.index].index_copy_(0, at.rows_B, state)
-            pool.windows[self.index].index_copy_(0, at.rows_B, window)
+        self._carry(raw_TD, state, window, batch, pool)
         return o_TNV
 
 
 class FusedMla(MlaLayer):
     """Decoding tokens over pages where they lie; chunks as in the plain layer."""
-
-    w: MlaWeights
 
     def __call__(self, x_TH: Tensor, batch: StepBatch, adapters: StepAdapters) -> Tensor:
         w, num_tokens = self.w, x_TH.shape[0]

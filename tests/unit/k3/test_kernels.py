@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.interpreted import interpreted
 
 pytestmark = pytest.mark.xdist_group("interpreted kernels")  # one process runs all cases, once
 TESTS = Path(__file__).parents[2]
@@ -23,13 +20,7 @@ NAMES = [
 @pytest.fixture(scope="session")  # other modules' tests may run in between
 def results() -> dict[str, str]:
     """Case -> what went wrong, empty where nothing did."""
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "helpers.kernel_cases"], capture_output=True, text=True, check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return interpreted("helpers.kernel_cases")
 
 
 @pytest.mark.parametrize("name", NAMES)

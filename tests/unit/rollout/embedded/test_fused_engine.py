@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from helpers.engines import make_engine
+from helpers.interpreted import interpreted
 
 from miles_k3.errors import EngineError
 from miles_k3.rollout.embedded.fused.graphs import BatchInputs, tiers_of
-
-TESTS = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
@@ -25,13 +18,7 @@ def test_kernels_and_recorded_steps_equal_the_plain_engine() -> None:
 
     fp32: 1e-4 is what sums in another order come to after five layers.
     """
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "helpers.fused_engines"], capture_output=True, text=True, check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = interpreted("helpers.fused_engines")
     for name, differences in found.items():
         assert differences["tokens"] == differences["routes"] == 0, (name, found)
         assert differences["logprobs"] < 1e-4, (name, found)
