@@ -28,7 +28,7 @@ demo: env
 	@.venv/bin/miles-k3 demo
 
 test: env
-	$(TEST_ENV) $(PYTEST) -n $(WORKERS) --dist loadgroup --durations=10 $(ARGS)
+	$(TEST_ENV) $(PYTEST) -n $(WORKERS) --dist loadfile --durations=10 $(ARGS)
 
 test-slow: env
 	$(TEST_ENV) $(PYTEST) -m slow -n $(WORKERS) --timeout=900 --durations=10 $(ARGS)

@@ -55,6 +55,15 @@ def tiny(**text: Any) -> K3Config:
     return K3Config.from_json(tiny_json(**text))
 
 
+def large(**text: Any) -> K3Config:
+    """Widths at which weights outweigh Python's own objects."""
+    raw = tiny_json(hidden_size=512, num_hidden_layers=3, vocab_size=8192, intermediate_size=1024, num_experts=32,
+                    moe_intermediate_size=256, routed_expert_hidden_size=256, **text)  # fmt: skip
+    raw["text_config"]["linear_attn_config"].update(full_attn_layers=[3], kda_layers=[1, 2])
+    del raw["vision_config"]
+    return K3Config.from_json(raw)
+
+
 def random_tensor(p: Param, config: K3Config, generator: torch.Generator) -> Tensor:
     """One checkpoint tensor as it could be: MXFP4 bytes, padded A_log, seeded normal numbers elsewhere."""
     if p.is_scale:

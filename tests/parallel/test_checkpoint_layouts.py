@@ -14,7 +14,6 @@ from helpers.parity import Case
 from helpers.ranks import RankPool
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.xdist_group("ranks")]
 # Sums in another order. A loss is a mean of terms about 1 that cancel, so its error is not relative to what is left.
 LOSS_BOUND, ADAPTER_BOUND = 1e-6, 1e-5
 

@@ -7,7 +7,7 @@ from helpers.drift import export_with_a_flipped_bit
 from helpers.parity import Case
 from helpers.ranks import RankPool
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize(

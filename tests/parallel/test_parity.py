@@ -13,7 +13,7 @@ import pytest
 from helpers.parity import Bench, Case, check
 from helpers.trainers import adapter_tensors
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(240)]  # the first imports megatron
+pytestmark = [pytest.mark.timeout(240)]  # the first imports megatron
 BOUND = 1e-5
 DENSE_TP: dict[str, Any] = {"parallel": {"tp": 2, "sequence_parallel": False}, "dense": True}
 ALL_TERMS: dict[str, Any] = {

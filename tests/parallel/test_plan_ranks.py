@@ -6,7 +6,7 @@ import pytest
 from helpers.planned_ranks import compared
 from helpers.ranks import RankPool
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from helpers.parity import Bench, Case, beyond, check, differences
 from helpers.parity_faults import measure_with
 
-pytestmark = [pytest.mark.parallel, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(240)]
 BOUND = 1e-5  # test_parity's
 TP2: dict[str, Any] = {"ranks": 2, "parallel": {"tp": 2}}
 CP2: dict[str, Any] = {"ranks": 2, "parallel": {"cp": 2}}

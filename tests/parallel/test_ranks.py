@@ -8,8 +8,6 @@ import pytest
 from helpers.rank_toys import die, fail, hang, sum_of_ranks
 from helpers.ranks import RankError, RankPool
 
-pytestmark = [pytest.mark.xdist_group("ranks")]
-
 
 def test_worlds_of_any_size_follow_one_another(pool: RankPool) -> None:
     before = dict(os.environ)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from helpers.interpreted import interpreted
 
-pytestmark = pytest.mark.xdist_group("interpreted kernels")  # one process runs all cases, once
 TESTS = Path(__file__).parents[2]
 SOURCE = (TESTS / "helpers/kernel_cases.py").read_text()
 NAMES = [
@@ -17,7 +16,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="session")  # other modules' tests may run in between
+@pytest.fixture(scope="module")
 def results() -> dict[str, str]:
     """Case -> what went wrong, empty where nothing did."""
     return interpreted("helpers.kernel_cases")
