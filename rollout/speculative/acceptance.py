@@ -106,8 +106,26 @@ def judge(
 
 
 def _prefix(kept_T: Tensor, packed: Packed) -> Tensor:
-    """Of each request, how many rows in a row are kept from its first one on."""
-    return packed.pad(kept_T.to(torch.int64)).cumprod(1).sum(1)
+    """Of each request, how many rows in a row are kept from its first one on. No shape depends on the lengths."""
+    return packed.sums(_before(~kept_T, packed) + ~kept_T == 0)
+
+
+def kept_positions(c: Committed, packed: Packed, stops_BS: Tensor) -> Tensor:
+    """Positions of each request that stay: those of its committed tokens up to the first one that is among its
+    `stops_BS` (-1: none), 0 where it isn't finite; int64 [B]. No shape depends on the lengths."""
+    stops_T = (c.tokens_T.unsqueeze(1) == stops_BS[packed.rows_T]).any(1) & c.committed_T
+    kept_B = packed.sums(c.committed_T & (_before(stops_T, packed) == 0))
+    last_B = (packed.cu_seqlens[:-1] + c.accepted_B).clamp(max=packed.num_tokens - 1)
+    return torch.where(c.finite_T[last_B], kept_B, 0)
+
+
+def _before(marked_T: Tensor, packed: Packed) -> Tensor:
+    """How many earlier rows of the same request are marked: int64 [T]."""
+    marked = marked_T.long()
+    earlier_T = marked.cumsum(0) - marked
+    # An empty request begins where another one does, or behind the last row: nobody reads its entry.
+    firsts_B = packed.cu_seqlens[:-1].clamp(max=packed.num_tokens - 1)
+    return earlier_T - earlier_T[firsts_B][packed.rows_T]
 
 
 def _committed(accepted_B: Tensor, packed: Packed, tokens: Tensor, logprobs: Tensor, finite: Tensor) -> Committed:

@@ -271,9 +271,9 @@ def kda_decode_steps(device: torch.device, dtype: torch.dtype) -> None:
 @case
 def kda_verify_and_fold(device: torch.device, dtype: torch.dtype) -> None:
     """Against decode itself, bit for bit: every output of a verify, and states and windows after every count kept,
-    with NaN in what was recorded behind; states and windows as they were until the fold."""
+    with NaN in what was recorded behind; states and windows as they were until the fold. The last one is padding."""
     heads, keys, values, width, slots, layers = 2, 16, 32, 4, 5, 2
-    lengths, order = [3, 1, 5], [4, 0, 2]
+    lengths, order = [3, 1, 5, 2], [4, 0, 2, -1]
     draw, channels, total = Draw(device, dtype, 0), heads * (2 * keys + values), sum(lengths)
     weights = [
         KdaDecodeWeights(
@@ -300,7 +300,8 @@ def kda_verify_and_fold(device: torch.device, dtype: torch.dtype) -> None:
         outs.append(kda_verify_positions(raw, f, beta, gate, weights[n], states[n], windows[n], slot, cu, kept, n))
     assert torch.equal(states, before[0])
     assert torch.equal(windows, before[1])
-    for counts in ([3, 1, 5], [0, 0, 4], [2, 1, 0], [1, 0, 2]):
+    assert not any(out[-2:].any() for out in outs)
+    for counts in ([3, 1, 5, 0], [0, 0, 4, 0], [2, 1, 0, 0], [1, 0, 2, 0]):
         state, window = states.clone(), windows.clone()
         for n in range(layers):
             for j in range(5):

@@ -45,7 +45,8 @@ def kda_verify_positions(raw_TD: Tensor, f_TNK: Tensor, beta_TN: Tensor, gate_TN
                          layer: int) -> Tensor:  # fmt: skip
     """[T, N, V] in raw's dtype, ready for o_proj, as `kda_decode` would give position by position; writes `kept`.
 
-    Request b's positions are `cu_B1[b]` to `cu_B1[b + 1]`; its state and window are read only.
+    Request b's positions are `cu_B1[b]` to `cu_B1[b + 1]`; its state and window are read only. One whose slot is
+    negative is padding: its positions give zeros, and nothing of them is kept.
     """
     num_rows, heads, keys = f_TNK.shape
     values = gate_TNV.shape[2]
@@ -65,7 +66,10 @@ def kda_verify_positions(raw_TD: Tensor, f_TNK: Tensor, beta_TN: Tensor, gate_TN
 
 def kda_fold_(states_LSNKV: Tensor, windows_LSWD: Tensor, slot_B: Tensor, first_B: Tensor, count_B: Tensor, kept: Kept
               ) -> None:  # fmt: skip
-    """Move each slot on by `count_B` positions from `first_B`, in place; what lies behind them is never read."""
+    """Move each slot on by `count_B` positions from `first_B`, in place; what lies behind them is never read.
+
+    Padding has a negative slot and a count of 0.
+    """
     layers, _, heads, keys, values = states_LSNKV.shape
     batch, taps, channels = slot_B.shape[0], windows_LSWD.shape[2], windows_LSWD.shape[3]
     if not batch:
@@ -104,6 +108,14 @@ def _verify(raw_ptr, f_ptr, beta_ptr, gate_ptr, conv_ptr, rate_ptr, dt_ptr, norm
     head, request = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slot_ptr + request).to(tl.int64)
     key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    row = tl.load(cu_ptr + request).to(tl.int64)
+    end = tl.load(cu_ptr + request + 1).to(tl.int64)
+    if slot < 0:
+        at = row
+        while at < end:
+            tl.store(out_ptr + (at * HEADS + head) * VALUES + value, tl.zeros([VALUES], out_ptr.dtype.element_ty))
+            at += 1
+        return
     state_at = state_ptr + slot * state_stride + head * (KEYS * VALUES) + key[:, None] * VALUES + value[None, :]
     state = tl.load(state_at)
     window_ptr += slot * window_slot_stride
@@ -117,8 +129,6 @@ def _verify(raw_ptr, f_ptr, beta_ptr, gate_ptr, conv_ptr, rate_ptr, dt_ptr, norm
     rate, dt, norm = tl.load(rate_ptr + head), tl.load(dt_ptr + head * KEYS + key), tl.load(norm_ptr + value)
     DTYPE: tl.constexpr = raw_ptr.dtype.element_ty
     TAP: tl.constexpr = window_ptr.dtype.element_ty
-    row = tl.load(cu_ptr + request).to(tl.int64)
-    end = tl.load(cu_ptr + request + 1).to(tl.int64)
     while row < end:
         raw_at = raw_ptr + row * raw_stride
         q4, k4, v4 = tl.load(raw_at + qc), tl.load(raw_at + kc), tl.load(raw_at + vc)
@@ -187,6 +197,8 @@ def _roll(window_ptr, raw_ptr, slot_ptr, first_ptr, count_ptr, layer_stride, slo
     request, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(count_ptr + request)
+    if count == 0:
+        return
     first = tl.load(first_ptr + request).to(tl.int64)
     window_ptr += layer * layer_stride + tl.load(slot_ptr + request).to(tl.int64) * slot_stride
     raw_ptr += layer * raw_layer
@@ -196,4 +208,4 @@ def _roll(window_ptr, raw_ptr, slot_ptr, first_ptr, count_ptr, layer_stride, slo
         old_at = window_ptr + (tap + count) * tap_stride + d
         old = tl.load(old_at, mask=(d < channels) & (behind < 0), other=0.0)
         moved = tl.where(behind >= 0, fresh.to(window_ptr.dtype.element_ty), old)
-        tl.store(window_ptr + tap * tap_stride + d, moved, mask=(d < channels) & (count > 0))
+        tl.store(window_ptr + tap * tap_stride + d, moved, mask=d < channels)

@@ -59,6 +59,10 @@ class Packed:
         """[B, L, ...] -> [T, ...]."""
         return x[self.rows_T, self.cols_T]
 
+    def sums(self, x_T: Tensor) -> Tensor:
+        """Of each sequence: int64 [B] of integers or truth values [T]."""
+        return torch.zeros_like(self.cu_seqlens[1:]).index_add_(0, self.rows_T, x_T.long())
+
     def last_index_B(self) -> Tensor:
         """Stream index of each sequence's last token."""
         return self.cu_seqlens[1:] - 1

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from miles_k3.errors import EngineError
 from miles_k3.k3.ops.packed import Packed
+from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
 from miles_k3.rollout.speculative import acceptance
 from miles_k3.rollout.speculative.acceptance import AcceptMode, draft_uniforms, judge
@@ -68,6 +69,38 @@ def test_coupled_commits_what_plain_sampling_says(seed: int) -> None:
     assert torch.equal(got.tokens_T[kept], tokens[kept])
     assert torch.equal(got.logprobs_T[kept], logprobs[kept])
     assert got.finite_T.all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_stays_is_what_a_request_takes(seed: int) -> None:
+    """Up to a stop token, whatever is committed behind it; nothing where a request isn't finite; an empty request and
+    padding rows behind all of them change nothing."""
+    logits, drafted, packed, params, firsts = case(seed)
+    logits[packed.cu_seqlens[4]] = torch.nan
+    got = judge(logits, drafted, packed, SamplingBatch.of(params, VOCAB, CPU), firsts)
+    cu, stops = packed.cu_seqlens.tolist(), torch.tensor([[b % 7, -1, 3 * b] for b in range(packed.num_seqs)])
+    expected = []
+    for b, (first, count) in enumerate(zip(cu, got.accepted_B.tolist(), strict=False)):
+        request = Request(
+            id="", prompt=(0,), version=-1,
+            params=SamplingParams(max_new_tokens=99, stop_token_ids=tuple(s for s in stops[b].tolist() if s >= 0)),
+        )  # fmt: skip
+        rows = slice(first, first + count + 1)
+        taken = request.accept_block(got.tokens_T[rows].tolist(), got.logprobs_T[rows].tolist())[0]
+        expected.append(taken if b != 4 else 0)
+    assert acceptance.kept_positions(got, packed, stops).tolist() == expected
+    cu_seqlens, end = packed.cu_seqlens, packed.num_tokens
+    padded = Packed(
+        torch.cat([cu_seqlens, torch.tensor([end, end + 3])]), torch.cat([packed.rows_T, torch.full((3,), len(cu))]),
+        torch.cat([packed.cols_T, torch.arange(3)]), packed.num_seqs + 2, packed.max_len,
+    )  # fmt: skip
+    more = judge(
+        torch.cat([logits, logits[:3]]), torch.cat([drafted, drafted[:3]]), padded,
+        SamplingBatch.of([*params, SamplingParams(), SamplingParams()], VOCAB, CPU), torch.cat([firsts, firsts[:2]]),
+    )  # fmt: skip
+    stops = torch.cat([stops, stops.new_full((2, 3), -1)])
+    assert acceptance.kept_positions(more, padded, stops)[: packed.num_seqs].tolist() == expected
+    assert torch.equal(more.accepted_B[: packed.num_seqs], got.accepted_B)
 
 
 @modes
