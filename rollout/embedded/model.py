@@ -5,8 +5,6 @@ Shapes: T tokens, B requests, H hidden, V vocabulary, M MoE layers, K chosen exp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -16,6 +14,7 @@ from miles_k3.rollout.embedded.attention import KdaLayer, MlaLayer
 from miles_k3.rollout.embedded.batch import StepBatch
 from miles_k3.rollout.embedded.lora import StepAdapters
 from miles_k3.rollout.embedded.mlp import MlpLayer, MoeLayer
+from miles_k3.rollout.embedded.taps import Taps
 from miles_k3.rollout.embedded.weights import LayerWeights, model_weights
 
 
@@ -43,27 +42,20 @@ class EngineModel:
         self.moes = [self.moe_layer(c, w.moe, layer) if w.moe else None for layer, w in enumerate(self.weights.layers)]
 
     def hidden(
-        self,
-        batch: StepBatch,
-        adapters: StepAdapters,
-        *,
-        capture: bool = False,
-        after_layer: Callable[[int, ResidualBank], None] | None = None,
+        self, batch: StepBatch, adapters: StepAdapters, *, capture: bool = False, taps: Taps | None = None
     ) -> tuple[ResidualBank, Tensor | None]:
         """Run every layer; (residual rows of all tokens, chosen experts int16 [T, M, K] if `capture`).
 
-        Writes the new tokens into the caches that the batch names. `after_layer` sees the residual after each layer,
-        which goes on changing: `tap` takes from it what a draft model reads.
+        Writes the new tokens into the caches that the batch names, and what layers hand over into `taps`; that of the
+        last layer comes from `final`.
         """
         residual = self.residual(self.weights.embed[batch.tokens_T], self.config.bank_rows(len(self.mlps)) + 1)
         chosen: list[Tensor] = []
         for layer, w in enumerate(self.weights.layers):
-            self._attention(layer, w, residual, batch, adapters)
+            self._attention(layer, w, residual, batch, adapters, taps)
             experts_TK = self._mlp(layer, w, residual, adapters)
             if capture and experts_TK is not None:
                 chosen.append(experts_TK.to(torch.int16))
-            if after_layer is not None:
-                after_layer(layer, residual)
         if not capture:
             return residual, None
         return residual, torch.stack(chosen, dim=1) if chosen else self._no_routes(batch)
@@ -72,9 +64,11 @@ class EngineModel:
         return batch.tokens_T.new_empty(len(batch.tokens_T), 0, self.config.num_experts_per_token, dtype=torch.int16)
 
     def _attention(
-        self, layer: int, w: LayerWeights, residual: ResidualBank, batch: StepBatch, adapters: StepAdapters
-    ) -> None:
-        x_TH = residual.mix_norm(w.attn_query_H, w.attn_norm_H, self.config.rms_norm_eps)
+        self, layer: int, w: LayerWeights, residual: ResidualBank, batch: StepBatch, adapters: StepAdapters,
+        taps: Taps | None,
+    ) -> None:  # fmt: skip
+        tap_TH = None if taps is None else taps.after(layer - 1)
+        x_TH = residual.mix_norm(w.attn_query_H, w.attn_norm_H, self.config.rms_norm_eps, tap_TH)
         out_TH = self.attentions[layer](x_TH, batch, adapters)
         if self.config.starts_block(layer):
             residual.bank(out_TH)
@@ -95,16 +89,19 @@ class EngineModel:
         """Of the KDA layers, [D, 1, W] each."""
         return [w.kda.conv_D1W for w in self.weights.layers if w.kda is not None]
 
-    def tap(self, layer: int, residual: ResidualBank) -> Tensor:
-        """The mixture after `layer`, [T, H]: what the next layer's attention, or the output, reads before its norm."""
-        last = layer + 1 == len(self.weights.layers)
-        return residual.mix(self.weights.out_query_H if last else self.weights.layers[layer + 1].attn_query_H)
+    def final(self, residual: ResidualBank, rows: Tensor | None = None, taps: Taps | None = None) -> Tensor:
+        """What the output head reads, [rows, H], of the tokens at stream indices `rows` (None: all).
 
-    def final(self, residual: ResidualBank, rows: Tensor | None = None) -> Tensor:
-        """What the output head reads, [rows, H], of the tokens at stream indices `rows` (None: all)."""
+        Writes the last layer's mixture of all tokens into `taps`, where the draft reads it.
+        """
+        w, eps = self.weights, self.config.rms_norm_eps
+        tap_TH = None if taps is None else taps.after(len(w.layers) - 1)
+        if tap_TH is not None:
+            x_TH = residual.mix_norm(w.out_query_H, w.norm_H, eps, tap_TH)
+            return x_TH if rows is None else x_TH.index_select(0, rows)
         if rows is not None:
             residual = residual.select(rows)
-        return residual.mix_norm(self.weights.out_query_H, self.weights.norm_H, self.config.rms_norm_eps)
+        return residual.mix_norm(w.out_query_H, w.norm_H, eps)
 
     def head(self, x_BH: Tensor) -> Tensor:
         """Logits, fp32 [B, V]."""

@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_k3.k3.draft_config import DraftConfig
-from miles_k3.k3.ops.residual_bank import ResidualBank
 from miles_k3.rollout.embedded.batch import Drafted
-from miles_k3.rollout.embedded.model import EngineModel
 from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.speculative.acceptance import AcceptMode, Committed
 from miles_k3.rollout.speculative.planner.choice import PlanMode
@@ -75,21 +73,6 @@ class Settled:
     request: Request
     count: int
     reason: FinishReason | None
-
-
-class Taps:
-    """`after_layer` of a forward: keeps the mixtures that a draft reads."""
-
-    def __init__(self, model: EngineModel, layers: Sequence[int]) -> None:
-        self._model, self._layers, self._found = model, layers, dict[int, Tensor]()
-
-    def __call__(self, layer: int, residual: ResidualBank) -> None:
-        if layer in self._layers:
-            self._found[layer] = self._model.tap(layer, residual)
-
-    def taps_TW(self) -> Tensor:
-        """In the draft's order."""
-        return torch.cat([self._found[layer] for layer in self._layers], dim=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from miles_k3.rollout.embedded.batch import StepBatch, step_batch, uncached_batc
 from miles_k3.rollout.embedded.lora import StepAdapters
 from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.model import EngineModel
-from miles_k3.rollout.embedded.proposal import Proposal, Settled, Taps
+from miles_k3.rollout.embedded.proposal import Proposal, Settled
 from miles_k3.rollout.embedded.request import Request, Stage
 from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
 from miles_k3.rollout.embedded.scheduler import Scheduler, Step
@@ -179,18 +179,17 @@ class Runner:
         versions = [r.version for r in requests]
         adapters = StepAdapters.of(self.store, versions, counts, self.device)
         wanted = [any(m.params.return_routed_experts for m in (r, *r.followers)) for r in requests]
-        taps = None if self.speculator is None else Taps(self.model, self.speculator.at.config.target_layer_ids)
-        residual, routed = self.model.hidden(batch, adapters, capture=any(wanted), after_layer=taps)
-        if self.speculator is not None and taps is not None:
-            self.speculator.write_context(batch, taps, versions, counts)
+        taps = None if self.speculator is None else self.speculator.taps(batch)
+        residual, routed = self.model.hidden(batch, adapters, capture=any(wanted), taps=taps)
         if routed is not None:
             self._file_routes(requests, wanted, routed.split(counts))
-        if batch.chunks is None:
-            x_BH = self.model.final(residual)
-        else:
+        rows = None
+        if batch.chunks is not None:
             decoding_D = torch.arange(batch.num_decodes, device=self.device)
-            x_BH = self.model.final(residual, torch.cat([decoding_D, batch.chunks.last_B + batch.num_decodes]))
+            rows = torch.cat([decoding_D, batch.chunks.last_B + batch.num_decodes])
+        x_BH = self.model.final(residual, rows, taps)
         if self.speculator is not None and taps is not None:
+            self.speculator.write_context(batch, taps, versions, counts)
             self.speculator.keep(requests, counts, taps, x_BH[: batch.num_decodes])
         return x_BH[: batch.num_decodes], x_BH[batch.num_decodes :]
 

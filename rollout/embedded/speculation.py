@@ -25,10 +25,11 @@ from miles_k3.rollout.cache.layout import Layout
 from miles_k3.rollout.embedded.batch import Drafted, StepBatch
 from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.model import EngineModel
-from miles_k3.rollout.embedded.proposal import Judged, Proposal, Settled, Speculative, Taps, capped, up_to_stop
+from miles_k3.rollout.embedded.proposal import Judged, Proposal, Settled, Speculative, capped, up_to_stop
 from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
 from miles_k3.rollout.embedded.scheduler import Scheduler
+from miles_k3.rollout.embedded.taps import Taps
 from miles_k3.rollout.speculative.acceptance import AcceptMode, draft_seeds, judge, policy_probs
 from miles_k3.rollout.speculative.audit import CommitAudit
 from miles_k3.rollout.speculative.draft import DraftModel
@@ -159,19 +160,23 @@ class Speculator:
         return block.tokens_SG.cpu().numpy(), sure_SG.double().numpy()
 
     # --- behind the forward -------------------------------------------------------------------------------------
+    def taps(self, batch: StepBatch) -> Taps:
+        """Room for what the forward of a step hands over."""
+        return Taps.empty(self.at.config.target_layer_ids, len(batch.tokens_T), self._model.weights.embed)
+
     def write_context(self, batch: StepBatch, taps: Taps, versions: Sequence[int], counts: Sequence[int]) -> None:
         """The draft's keys and values of all tokens of a step; `versions[i]` made the next `counts[i]` of them."""
         assert batch.pool is not None
         assert batch.write_T is not None
         assert batch.positions_T is not None
-        rows_RC, taps_TW = batch.pool.draft[0].flatten(0, 1), taps.taps_TW()
+        rows_RC = batch.pool.draft[0].flatten(0, 1)
         groups = self.drafts.groups(versions)
         owners_T = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         for model, group in groups:
             taken = slice(None)
             if len(groups) > 1:
                 taken = put(torch.isin(owners_T, torch.tensor(group)).nonzero().squeeze(1), self._device)
-            numbers_TC = model.context_rows(taps_TW[taken], batch.positions_T[taken])
+            numbers_TC = model.context_rows(taps.rows_TW[taken], batch.positions_T[taken])
             rows_RC.index_copy_(0, batch.write_T[taken], numbers_TC.to(rows_RC.dtype))
 
     def keep(self, requests: Sequence[Request], counts: Sequence[int], taps: Taps, x_DH: Tensor) -> None:
@@ -179,7 +184,7 @@ class Speculator:
         if self.keeper is None:
             return
         first = 0
-        for request, count, taps_TW in zip(requests, counts, taps.taps_TW().split(list(counts)), strict=True):
+        for request, count, taps_TW in zip(requests, counts, taps.rows_TW.split(list(counts)), strict=True):
             if first < len(x_DH):
                 self.keeper.decoded(request, taps_TW, x_DH[first : first + count])
             else:

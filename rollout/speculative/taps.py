@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from miles_k3.k3.ops.residual_bank import ResidualBank
 from miles_k3.rollout.embedded.batch import uncached_batch
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.lora import StepAdapters
+from miles_k3.rollout.embedded.taps import Taps
 from miles_k3.rollout.speculative.target_states import TargetStates
 
 
@@ -37,17 +36,12 @@ def target_states(
 @torch.no_grad()
 def _forward(engine: EmbeddedEngine, sequences: Sequence[Sequence[int]], layers: Sequence[int]) -> list[TargetStates]:
     model, device = engine.runner.model, engine.runner.device
-    taps: dict[int, Tensor] = {}
-
-    def after_layer(layer: int, residual: ResidualBank) -> None:
-        if layer in layers:
-            taps[layer] = model.tap(layer, residual)
-
     counts = [len(s) for s in sequences]
     adapters = StepAdapters.of(engine.store, [engine.adapter_version] * len(counts), counts, device)
-    residual, _ = model.hidden(uncached_batch(sequences, device), adapters, after_layer=after_layer)
-    taps_TW = torch.cat([taps[layer] for layer in layers], dim=-1)
+    taps = Taps.empty(layers, sum(counts), model.weights.embed)
+    residual, _ = model.hidden(uncached_batch(sequences, device), adapters, taps=taps)
+    final_TH = model.final(residual, taps=taps)
     return [
         TargetStates(taps_TW=t, final_TH=f)
-        for t, f in zip(taps_TW.split(counts), model.final(residual).split(counts), strict=True)
+        for t, f in zip(taps.rows_TW.split(counts), final_TH.split(counts), strict=True)
     ]

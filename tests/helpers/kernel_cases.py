@@ -342,13 +342,17 @@ def attention_residuals(device: torch.device, dtype: torch.dtype) -> None:
     rows = torch.full((most, tokens, hidden), float("nan"), device=device, dtype=dtype)
     rows[0] = embedding
     bank, banked = ResidualBank(embedding, most), 0
+    taps = torch.full((tokens, 3 * hidden), 7.0, device=device, dtype=dtype)
     for write in (Write.NOTHING, Write.BANK, Write.ADD, Write.BANK, Write.ADD, Write.ADD, Write.BANK, Write.NOTHING):
         query = 0.2 * draw.normal(hidden, dtype=torch.float32)
         output = None if write is Write.NOTHING else draw.normal(tokens, hidden)
         if output is not None:
             (bank.bank if write is Write.BANK else bank.add)(output)
-        x, banked = attn_res_norm(rows, banked, query, weight, 1e-5, output, write)
+        tap = taps[:, hidden : 2 * hidden]
+        x, banked = attn_res_norm(rows, banked, query, weight, 1e-5, output, write, tap)
         near(x, rms_norm(bank.mix(query), weight, 1e-5), dtype)
+        near(tap, bank.mix(query), dtype)
+        assert (taps.unflatten(1, (3, hidden))[:, ::2] == 7.0).all()
         assert banked == bank.num_banked
         assert torch.equal(rows[: banked + 1], bank.rows_NTH[: banked + 1])
 

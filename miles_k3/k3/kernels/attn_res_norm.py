@@ -29,13 +29,16 @@ class Write(IntEnum):
 
 
 def attn_res_norm(rows_NTH: Tensor, num_banked: int, query_H: Tensor, norm_weight_H: Tensor, eps: float,
-                  output_TH: Tensor | None = None, write: Write = Write.NOTHING) -> tuple[Tensor, int]:  # fmt: skip
+                  output_TH: Tensor | None = None, write: Write = Write.NOTHING, tap_TH: Tensor | None = None
+                  ) -> tuple[Tensor, int]:  # fmt: skip
     """(RMSNorm of the mix [T, H] in the rows' dtype, rows banked afterwards).
 
     Rows 0..num_banked-1 of `rows_NTH` are the bank, row num_banked is the prefix; `query_H` fp32 is norm weight times
     projection. `output_TH` is written as `write` says, in place in `rows_NTH`, before the rows are read. With an empty
-    bank the mix is the prefix itself.
+    bank the mix is the prefix itself. `tap_TH` gets the mix before its norm; it may be columns of a wider buffer.
     """
+    if tap_TH is not None and (tap_TH.stride(1) != 1 or tap_TH.dtype != rows_NTH.dtype):
+        raise ValueError(f"taps of {tap_TH.dtype} and strides {tap_TH.stride()}; expected {rows_NTH.dtype}, stride 1")
     if (output_TH is None) != (write is Write.NOTHING):
         raise ValueError(f"write is {write.name} and the output is {'missing' if output_TH is None else 'given'}")
     banked = num_banked + (write is Write.BANK)
@@ -46,17 +49,18 @@ def attn_res_norm(rows_NTH: Tensor, num_banked: int, query_H: Tensor, norm_weigh
     if num_tokens:
         _attn_res_norm[(num_tokens,)](
             rows_NTH, output_TH if output_TH is not None else rows_NTH, query_H, norm_weight_H, out,
-            rows_NTH.stride(0), eps, KEY_EPS, HIDDEN=hidden, ROWS=banked + 1, ROW_BLOCK=power_of_two(banked + 1),
-            WRITE=int(write), STEP=power_of_two(hidden, at_most=256), BLOCK=power_of_two(hidden),
+            out if tap_TH is None else tap_TH, rows_NTH.stride(0), 0 if tap_TH is None else tap_TH.stride(0), eps,
+            KEY_EPS, HIDDEN=hidden, ROWS=banked + 1, ROW_BLOCK=power_of_two(banked + 1), WRITE=int(write),
+            TAP=tap_TH is not None, STEP=power_of_two(hidden, at_most=256), BLOCK=power_of_two(hidden),
             num_warps=16 if hidden > 4096 else 4,
         )  # fmt: skip
     return out, banked
 
 
 @triton.jit
-def _attn_res_norm(row_ptr, output_ptr, query_ptr, norm_ptr, out_ptr, row_stride, eps, key_eps, HIDDEN: tl.constexpr,
-                   ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr, WRITE: tl.constexpr, STEP: tl.constexpr,
-                   BLOCK: tl.constexpr):  # fmt: skip
+def _attn_res_norm(row_ptr, output_ptr, query_ptr, norm_ptr, out_ptr, tap_ptr, row_stride, tap_stride, eps, key_eps,
+                   HIDDEN: tl.constexpr, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr, WRITE: tl.constexpr,
+                   TAP: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One token. For the scores each warp reads its own row, so that sums hardly cross warps; for the mix all share."""
     token = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = row_ptr.dtype.element_ty
@@ -91,6 +95,8 @@ def _attn_res_norm(row_ptr, output_ptr, query_ptr, norm_ptr, out_ptr, row_stride
             row = tl.load(row_ptr + i * row_stride + h, mask=inside, other=0.0).to(tl.float32)
             mix += row * tl.sum(tl.where(rank == i, share, 0.0), 0)
         mix = mix.to(DTYPE).to(tl.float32)
+    if TAP:
+        tl.store(tap_ptr + token * tap_stride + h, mix.to(DTYPE), mask=inside)
     scaled = (mix * tl.rsqrt(tl.sum(mix * mix, 0) / HIDDEN + eps)).to(DTYPE).to(tl.float32)
     weight = tl.load(norm_ptr + h, mask=inside, other=0.0).to(DTYPE).to(tl.float32)
     tl.store(out_ptr + token * HIDDEN + h, (scaled * weight).to(DTYPE), mask=inside)

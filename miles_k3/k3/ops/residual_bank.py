@@ -46,9 +46,12 @@ class ResidualBank:
         p_NT = (rows @ query_H).mul_(self._scale_NT[: self.num_banked + 1]).softmax(0)
         return (p_NT.unsqueeze(-1) * rows).sum(0).to(self.rows_NTH.dtype)
 
-    def mix_norm(self, query_H: Tensor, norm_H: Tensor, eps: float) -> Tensor:
-        """RMSNorm of the mix: what a sublayer reads."""
-        return rms_norm(self.mix(query_H), norm_H, eps)
+    def mix_norm(self, query_H: Tensor, norm_H: Tensor, eps: float, tap_TH: Tensor | None = None) -> Tensor:
+        """RMSNorm of the mix: what a sublayer reads. `tap_TH` gets the mix itself."""
+        mix_TH = self.mix(query_H)
+        if tap_TH is not None:
+            tap_TH.copy_(mix_TH)
+        return rms_norm(mix_TH, norm_H, eps)
 
     def select(self, tokens: Tensor) -> ResidualBank:
         """A copy that holds some of the tokens only."""

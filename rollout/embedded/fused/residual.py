@@ -35,10 +35,10 @@ class FusedResidual(ResidualBank):
         self._settle()
         self._pending = output_TH, Write.ADD
 
-    def mix_norm(self, query_H: Tensor, norm_H: Tensor, eps: float) -> Tensor:
+    def mix_norm(self, query_H: Tensor, norm_H: Tensor, eps: float, tap_TH: Tensor | None = None) -> Tensor:
         output_TH, write = self._pending or (None, Write.NOTHING)
         out_TH, self.num_banked = attn_res_norm(
-            self.rows_NTH, self.num_banked, query_H, norm_H, eps, output_TH, write
+            self.rows_NTH, self.num_banked, query_H, norm_H, eps, output_TH, write, tap_TH
         )  # fmt: skip
         self._pending = None
         return out_TH

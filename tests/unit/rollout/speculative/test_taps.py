@@ -10,6 +10,7 @@ from torch import Tensor
 
 from miles_k3.k3.naive import NaiveK3
 from miles_k3.k3.ops.attn_res import attn_res_naive
+from miles_k3.k3.ops.residual_bank import ResidualBank
 from miles_k3.k3.params import TEXT
 from miles_k3.rollout.speculative.taps import target_states
 
@@ -53,6 +54,22 @@ def test_the_engines_taps_are_the_oracles(adapted: bool) -> None:
         torch.testing.assert_close(state.taps_TW.double(), model.taps(tokens, LAYERS)[0], atol=5e-4, rtol=5e-4)
         logits = engine.runner.model.head(state.final_TH).double()
         torch.testing.assert_close(logits, model(tokens)[0], atol=5e-4, rtol=5e-4)
+
+
+def test_they_are_the_mixtures_that_were_computed_anyway() -> None:
+    """To the last bit, before the norm, and no mixture more than without them."""
+    engine, mixtures = make_engine(), []
+
+    class Noted(ResidualBank):
+        def mix(self, query_H: Tensor) -> Tensor:
+            mixtures.append(super().mix(query_H).clone())
+            return mixtures[-1]
+
+    engine.runner.model.residual = Noted
+    (state,) = target_states(engine, random_prompts(1, low=9, high=9), LAYERS)
+    assert len(mixtures) == 2 * tiny_config().num_hidden_layers + 1  # before each sublayer, and before the head
+    for layer, tap in zip(LAYERS, state.taps_TW.chunk(len(LAYERS), dim=-1), strict=True):
+        assert torch.equal(tap, mixtures[2 * (layer + 1)])
 
 
 def test_they_can_enter_autograd() -> None:
