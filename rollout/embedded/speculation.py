@@ -32,11 +32,11 @@ from miles_k3.rollout.embedded.scheduler import Scheduler
 from miles_k3.rollout.embedded.taps import Taps
 from miles_k3.rollout.speculative.acceptance import AcceptMode, draft_seeds, judge, policy_probs
 from miles_k3.rollout.speculative.audit import CommitAudit
-from miles_k3.rollout.speculative.draft import DraftModel
 from miles_k3.rollout.speculative.draft_versions import DraftVersions
 from miles_k3.rollout.speculative.planner.calibration import Calibration
 from miles_k3.rollout.speculative.planner.choice import Planner
 from miles_k3.rollout.speculative.replay import ReplayBuffer
+from miles_k3.rollout.speculative.serving_draft import ServingDraft
 from miles_k3.rollout.speculative.state_keeper import StateKeeper
 from miles_k3.types import FinishReason
 
@@ -137,7 +137,7 @@ class Speculator:
         )  # fmt: skip
 
     def _draft(
-        self, model: DraftModel, memory: RequestMemory, requests: Sequence[Request], sampling: SamplingBatch,
+        self, model: ServingDraft, memory: RequestMemory, requests: Sequence[Request], sampling: SamplingBatch,
         probs_RGV: Tensor | None, at_S: Tensor,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
         """Tokens [S, G] and confidences of one block each, on the host."""
@@ -171,10 +171,10 @@ class Speculator:
         assert batch.positions_T is not None
         rows_RC = batch.pool.draft[0].flatten(0, 1)
         groups = self.drafts.groups(versions)
-        owners_T = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         for model, group in groups:
             taken = slice(None)
             if len(groups) > 1:
+                owners_T = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
                 taken = put(torch.isin(owners_T, torch.tensor(group)).nonzero().squeeze(1), self._device)
             numbers_TC = model.context_rows(taps.rows_TW[taken], batch.positions_T[taken])
             rows_RC.index_copy_(0, batch.write_T[taken], numbers_TC.to(rows_RC.dtype))

@@ -72,19 +72,6 @@ class DraftModel:
         pairs = [self._keys_values(layer, x_STH, positions_ST) for layer in range(self.config.num_hidden_layers)]
         return DraftContext(keys=tuple(k for k, _ in pairs), values=tuple(v for _, v in pairs))
 
-    def context_rows(self, taps_TW: Tensor, positions_T: Tensor) -> Tensor:
-        """The same of single tokens anywhere, as rows [T, context_width] that a cache keeps: see `context_of`."""
-        x_TH = self._norm(taps_TW.to(self.weights[FC].dtype) @ self.weights[FC].t(), HIDDEN_NORM)
-        pairs = [self._keys_values(layer, x_TH, positions_T) for layer in range(self.config.num_hidden_layers)]
-        return torch.stack([torch.stack(pair, dim=1) for pair in pairs], dim=1).flatten(1)
-
-    def context_of(self, rows_STC: Tensor) -> DraftContext:
-        """Rows of `context_rows`, put side by side as sequences."""
-        c = self.config
-        shape = (c.num_hidden_layers, 2, c.num_key_value_heads, c.head_dim)
-        layers = rows_STC.unflatten(-1, shape).unbind(2)
-        return DraftContext(keys=tuple(l[:, :, 0] for l in layers), values=tuple(l[:, :, 1] for l in layers))
-
     def _keys_values(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         p, heads = draft_layer(layer) + "self_attn.", (-1, self.config.head_dim)
         k = self._norm((x @ self.weights[p + "k_proj.weight"].t()).unflatten(-1, heads), p + "k_norm.weight")

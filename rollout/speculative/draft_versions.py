@@ -12,7 +12,7 @@ from torch import Tensor
 
 from miles_k3.errors import AdapterError
 from miles_k3.k3.draft_config import DraftConfig
-from miles_k3.rollout.speculative.draft import DraftModel
+from miles_k3.rollout.speculative.serving_draft import ServingDraft
 
 FIRST_VERSION = -1  # that of the base, before any adapter
 
@@ -24,7 +24,7 @@ class DraftVersions:
         self, config: DraftConfig, weights: Mapping[str, Tensor], embed_VH: Tensor, head_VH: Tensor, dtype: torch.dtype
     ) -> None:
         self.config, self._target, self._dtype = config, (embed_VH, head_VH), dtype
-        self._models: list[tuple[int, DraftModel]] = []
+        self._models: list[tuple[int, ServingDraft]] = []
         self.load(FIRST_VERSION, weights)
 
     @property
@@ -44,12 +44,12 @@ class DraftVersions:
             name: w.detach().to(device=self._target[0].device, dtype=self._dtype, copy=True)
             for name, w in weights.items()
         }
-        model = DraftModel(self.config, own, *self._target)
+        model = ServingDraft(self.config, own, *self._target)
         if self._models and version == self.newest:
             self._models.pop()
         self._models.append((version, model))
 
-    def of(self, version: int) -> DraftModel:
+    def of(self, version: int) -> ServingDraft:
         """The draft of an adapter version."""
         return next((m for first, m in reversed(self._models) if first <= version), self._models[0][1])
 
@@ -58,10 +58,10 @@ class DraftVersions:
         used = {id(self.of(version)) for version in live} | {id(self._models[-1][1])}
         self._models = [(first, m) for first, m in self._models if id(m) in used]
 
-    def groups(self, versions: Sequence[int]) -> list[tuple[DraftModel, list[int]]]:
+    def groups(self, versions: Sequence[int]) -> list[tuple[ServingDraft, list[int]]]:
         """Drafts, and the indices of the versions that are theirs."""
-        found: dict[int, tuple[DraftModel, list[int]]] = {}
-        for i, version in enumerate(versions):
-            model = self.of(version)
-            found.setdefault(id(model), (model, []))[1].append(i)
-        return list(found.values())
+        models = {version: self.of(version) for version in dict.fromkeys(versions)}
+        distinct = list({id(model): model for model in models.values()}.values())
+        if len(distinct) == 1:
+            return [(distinct[0], list(range(len(versions))))]
+        return [(model, [i for i, v in enumerate(versions) if models[v] is model]) for model in distinct]

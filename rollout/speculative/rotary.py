@@ -26,9 +26,11 @@ class Rotary:
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [..., N, D] at int64 positions [...] -> the same shape and dtype."""
         angle = positions.unsqueeze(-1).float() * self.frequency_D
-        cos, sin = (torch.cat([f(angle)] * 2, dim=-1).unsqueeze(-2) * self.scale for f in (torch.cos, torch.sin))
+        cos, sin = (f(angle).unsqueeze(-2) for f in (torch.cos, torch.sin))
+        if self.scale != 1.0:
+            cos, sin = cos * self.scale, sin * self.scale
         first, second = x.float().chunk(2, dim=-1)
-        return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def _stretched(frequency_D: Tensor, theta: float, dim: int, yarn: Yarn) -> Tensor:

@@ -164,7 +164,9 @@ def check_pages(**options: Any) -> None:
             assert not engine.pool.kv.flatten(1, 2)[:, at[count:]].any()
             layers = speculator.at.config.target_layer_ids
             taps_TW = target_states(engine, [request.tokens[:count]], layers)[0].taps_TW
-            wanted = speculator.drafts.of(-1).context_rows(taps_TW, torch.arange(count))
+            context = speculator.drafts.of(-1).context(taps_TW.unsqueeze(0))
+            layers = [part[0] for pair in zip(context.keys, context.values, strict=True) for part in pair]
+            wanted = torch.stack(layers, dim=1).flatten(1)
             torch.testing.assert_close(rows[:count], wanted, rtol=1e-4, atol=1e-4)
             seen[0] += 1
         return done

@@ -19,6 +19,7 @@ from miles_k3.k3.draft_config import DraftConfig, Yarn
 from miles_k3.rollout.speculative.draft import DraftModel, drawn
 from miles_k3.rollout.speculative.draft_io import read_draft, write_draft
 from miles_k3.rollout.speculative.rotary import Rotary
+from miles_k3.rollout.speculative.serving_draft import ServingDraft
 
 YARN = Yarn(factor=8.0, original_max_position_embeddings=64)
 
@@ -103,6 +104,22 @@ def test_context_can_be_computed_piece_by_piece() -> None:
     for layer in range(model.config.num_hidden_layers):
         torch.testing.assert_close(torch.cat([first.keys[layer], second.keys[layer]], 1), whole.keys[layer])
         torch.testing.assert_close(torch.cat([first.values[layer], second.values[layer]], 1), whole.values[layer])
+
+
+@pytest.mark.parametrize("yarn", [None, YARN])
+def test_rows_of_single_tokens_are_the_context(yarn: Yarn | None) -> None:
+    """In any order of positions; the engine's draft holds keys' and values' weights once."""
+    model = small_draft(yarn=yarn)
+    serving = ServingDraft(model.config, model.weights, model.embed_VH, model.head_VH)
+    taps = torch.randn(1, 12, model.config.tap_width, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    rows = torch.empty(1, 12, model.config.context_width)
+    rows[0, order] = serving.context_rows(taps[0, order], order)
+    found, wanted = serving.context_of(rows), model.context(taps)
+    torch.testing.assert_close((found.keys, found.values), (wanted.keys, wanted.values), atol=1e-5, rtol=1e-5)
+    k, v = (serving.weights[f"layers.1.self_attn.{kind}_proj.weight"] for kind in "kv")
+    assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    assert torch.equal(k, model.weights["layers.1.self_attn.k_proj.weight"])
 
 
 @pytest.mark.parametrize("yarn", [None, YARN, Yarn(factor=16.0, original_max_position_embeddings=65536)])
