@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,12 +53,16 @@ def started(arguments: Mapping[str, Any], config: K3Config) -> Backend:
 
 
 @contextmanager
-def golden_engine(work: Path, *, graphs: bool) -> Iterator[tuple[SglangEngine, Recorded, K3Config, Path]]:
+def golden_engine(
+    work: Path, report: Report, *, graphs: bool
+) -> Iterator[tuple[SglangEngine, Recorded, K3Config, Path]]:
     folder = golden_checkpoint(work)
     config = K3Config.from_folder(folder)
     recipe = recipe_for(folder, max_running=16, prompt=512, new=256, cuda_graphs=graphs)
     arguments = arguments_for(recipe, config, enable_memory_saver=True, enable_weights_cpu_backup=True)
+    start = time.monotonic()
     backend = Recorded(started(arguments, config))
+    report.note(start_s=round(time.monotonic() - start, 1))
     engine = SglangEngine(
         cast("Backend", backend), config, tokenizer=None, adapter_config=ADAPTER, max_lora_rank=ADAPTER.rank,
         max_sequence_tokens=768, memory_saver=True,
@@ -70,34 +75,52 @@ def golden_engine(work: Path, *, graphs: bool) -> Iterator[tuple[SglangEngine, R
 
 def golden(work: Path, report: Report) -> None:
     """With CUDA graphs: everything that this checkpoint can show."""
-    with golden_engine(work, graphs=True) as (engine, backend, config, folder):
+    with golden_engine(work, report, graphs=True) as (engine, backend, config, folder):
         tensors = golden_adapter(folder)
-        _agreement(engine, tensors, report)
-        _embedded(config, with_released_dtypes(folder, work / "golden-released"), tensors, engine, report)
-        _swaps(engine, backend, tensors, report)
-        _sleeps(engine, report)
-        _leaks(engine, tensors, report)
+        parts: dict[str, Callable[[], None]] = {
+            "scores": lambda: _scores(engine, tensors, report),
+            "decode": lambda: _decode(engine, report),
+            "versions": lambda: _versions(engine, backend, tensors, report),
+            "sleep": lambda: _sleeps(engine, report),
+            "leaks": lambda: _leaks(engine, tensors, report),
+            "embedded": lambda: _embedded(
+                config, with_released_dtypes(folder, work / "golden-released"), tensors, engine, report
+            ),
+        }
+        for name, part in parts.items():
+            with report.part(name):
+                part()
 
 
 def golden_eager(work: Path, report: Report) -> None:
     """Without CUDA graphs: the same figures again."""
-    with golden_engine(work, graphs=False) as (engine, _, _, folder):
-        _agreement(engine, golden_adapter(folder), report)
+    with golden_engine(work, report, graphs=False) as (engine, _, _, folder):
+        with report.part("scores"):
+            _scores(engine, golden_adapter(folder), report)
+        with report.part("decode"):
+            _decode(engine, report)
 
 
-def _agreement(engine: SglangEngine, tensors: measures.Adapter, report: Report) -> None:
+def _scores(engine: SglangEngine, tensors: measures.Adapter, report: Report) -> None:
+    """Leaves the golden adapter loaded."""
     prompts, _, base, _ = golden_scores("base")
-    _, continuations, lora, lora_decode = golden_scores("lora")
+    lora = golden_scores("lora")[2]
     noise = measures.noise(engine, prompts)
+    report.note(noise=noise)
     scores = measures.scores_of_versions(engine, ADAPTER, tensors, prompts)
     zero = measures.closeness(scores["zero_b"], scores["base"])
-    report.note(noise=noise, zero_b=zero, moved=measures.closeness(scores["adapter"], scores["base"]))
+    report.note(zero_b=zero, moved=measures.closeness(scores["adapter"], scores["base"]))
     report.check("zero-B adapter against base, mean", zero["mean"], limit=max(2 * noise["mean"], SELF_MEAN))
     for name, ours, theirs in (("base", scores["base"], base), ("adapter", scores["adapter"], lora)):
         found = measures.closeness(ours, theirs)
         report.note(**{f"{name}_against_stored": found})
         report.check(f"{name} against SGLang's stored scores, mean", found["mean"], limit=SELF_MEAN)
         report.check(f"{name}, correlation", found["correlation"], limit=CORRELATION, at_least=True)
+
+
+def _decode(engine: SglangEngine, report: Report) -> None:
+    """Greedy answers under the golden adapter, which is the current one."""
+    prompts, continuations, _, lora_decode = golden_scores("lora")
     greedy = SamplingParams(temperature=0.0, max_new_tokens=len(continuations[0]))
     answers = measures.answers(engine, prompts, greedy, [None] * len(prompts))
     same = [
@@ -121,6 +144,7 @@ def _embedded(config: K3Config, folder: Path, tensors: measures.Adapter, engine:
     base = load_base(folder, config, dtype=torch.float32, device=torch.device("cuda"), base_dtype="bf16")
     own = EmbeddedEngine(base, config, max_lora_rank=ADAPTER.rank, max_sequence_tokens=768, max_running=8)
     own.load_adapter(make_update(0, ADAPTER, dict(tensors)))
+    engine.load_adapter(measures.next_update(engine, ADAPTER, tensors))
     found = measures.closeness(engine.score(prompts), own.score(prompts))
     report.note(adapter_against_embedded_fp32=found)
     report.check("adapter against the embedded engine in fp32, mean", found["mean"], limit=MEAN)
@@ -132,7 +156,7 @@ def _embedded(config: K3Config, folder: Path, tensors: measures.Adapter, engine:
     torch.cuda.empty_cache()
 
 
-def _swaps(engine: SglangEngine, backend: Recorded, tensors: measures.Adapter, report: Report) -> None:
+def _versions(engine: SglangEngine, backend: Recorded, tensors: measures.Adapter, report: Report) -> None:
     prompts: Sequence[list[int]] = golden_scores("base")[0]
     on_gpu = {name: t.cuda() for name, t in tensors.items()}
 

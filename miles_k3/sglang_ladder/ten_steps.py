@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from miles_k3.sglang_ladder.report import Report
 from miles_k3.types import AdapterUpdate
 
 STEPS, MISMATCH, KEPT_BYTES = 10, 2e-2, 32 << 20
+_METRICS = ("train/mismatch_abs", "time/step_s", "sync/load_s")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class Watched:
-    """An engine that notes how much memory the trainer's process has allocated after each hand-over."""
+    """An engine that notes how much memory the trainer's process has allocated after each hand-over; `told` hears of
+    each."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, told: Callable[[], None]) -> None:
+        self._engine, self._told = engine, told
         self.allocated: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -34,6 +37,7 @@ class Watched:
         self._engine.load_adapter(update)
         torch.cuda.synchronize()
         self.allocated.append(torch.cuda.memory_allocated() - before)
+        self._told()
 
 
 def small_model(work: Path) -> Path:
@@ -71,19 +75,24 @@ def ten_steps(work: Path, report: Report) -> None:
     shutil.rmtree(work / "runs" / "rl", ignore_errors=True)
     watched: list[Watched] = []
 
-    def engine(recipe: Recipe, model: Any) -> Any:
-        watched.append(Watched(make_engine(recipe, model)))
-        return watched[0]
-
     with RunFolder.create(recipe) as run:
+
+        def so_far() -> dict[str, list[float]]:
+            text = run.metrics_path.read_text() if run.metrics_path.exists() else ""
+            lines = [json.loads(line) for line in text.splitlines()]
+            return {key: [line[key] for line in lines if key in line] for key in _METRICS}
+
+        def engine(recipe: Recipe, model: Any) -> Any:
+            watched.append(Watched(
+                make_engine(recipe, model),
+                lambda: report.note(kept_after_sync_bytes=watched[0].allocated, **so_far()),
+            ))  # fmt: skip
+            return watched[0]
+
         run_training(recipe, run, new_engine=engine)
-        lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
-    mismatch = [line["train/mismatch_abs"] for line in lines if "train/mismatch_abs" in line]
-    report.note(
-        mismatch_abs=mismatch, kept_after_sync_bytes=watched[0].allocated,
-        step_s=[line["time/step_s"] for line in lines if "time/step_s" in line],
-        sync_load_s=[line["sync/load_s"] for line in lines if "sync/load_s" in line],
-    )  # fmt: skip
+        found = so_far()
+    report.note(kept_after_sync_bytes=watched[0].allocated, **found)
+    mismatch = found["train/mismatch_abs"]
     report.check("steps that were trained", len(mismatch), limit=STEPS, at_least=True)
     report.check("trainer against engine, largest mean |dlogprob|", max(mismatch, default=float("nan")), limit=MISMATCH)
     report.check("bytes that a hand-over leaves allocated", max(watched[0].allocated[1:]), limit=KEPT_BYTES)

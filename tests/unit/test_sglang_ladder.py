@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import runpy
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.sglang_stand_in import StandIn
 
-from miles_k3.sglang_ladder import golden, wide
+from miles_k3.sglang_ladder import control, golden, wide
 from miles_k3.sglang_ladder.measures import closeness, zero_b
 from miles_k3.sglang_ladder.report import Report
 from miles_k3.sglang_ladder.steps import steps
@@ -30,11 +32,19 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return backend
 
 
-def test_the_golden_step_goes_through(no_gpu: StandIn, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the steps' checkpoints are made once."""
+    return tmp_path_factory.mktemp("work")
+
+
+def test_the_golden_step_goes_through(no_gpu: StandIn, work: Path, tmp_path: Path) -> None:
     report = Report(tmp_path / "golden.json")
-    golden.golden(tmp_path, report)
+    golden.golden(work, report)
     said = json.loads((tmp_path / "golden.json").read_text())
     assert said["noise"]["mean"] == 0
+    assert said["errors"] == {}
+    assert set(said["part_s"]) == {"scores", "decode", "versions", "sleep", "leaks", "embedded"}
     names = {check["name"]: check["ok"] for check in said["checks"]}
     assert names["zero-B adapter against base, mean"]
     assert not names["base against SGLang's stored scores, mean"], "it gives -1 for everything"
@@ -58,10 +68,91 @@ def test_the_wide_steps_go_through(no_gpu: StandIn, tmp_path: Path, monkeypatch:
     assert no_gpu.told.count(("close",)) == 2
 
 
-def test_every_step_has_a_time_limit() -> None:
-    limits = runpy.run_path(str(ROOT / "scripts" / "gpu_sglang.py"), run_name="ladder")["LIMITS"]
-    assert set(limits) == set(steps())
-    assert max(limits.values()) < 600, "a step ends within ten minutes"
+@pytest.mark.usefixtures("no_gpu")
+def test_a_part_that_fails_costs_only_itself(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no kernel image\nand more")
+
+    monkeypatch.setattr(golden, "_versions", fails)
+    report = Report(tmp_path / "golden.json")
+    golden.golden(work, report)
+    assert report.content["errors"] == {"versions": "RuntimeError: no kernel image\nand more"}
+    assert "lost_bytes" in report.content
+    assert "FAIL versions: RuntimeError: no kernel image\n" in (tmp_path / "golden.txt").read_text()
+    assert not control.passed(report.content)
+
+
+def test_every_step_has_its_times() -> None:
+    assert set(control.TIMINGS) == set(steps())
+    for timing in control.TIMINGS.values():
+        assert timing.expected_s < timing.limit_s < 600, "a step ends within ten minutes"
+    assert sum(timing.expected_s for timing in control.TIMINGS.values()) < 2 * 560, "two calls of ten minutes"
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from miles_k3.sglang_ladder.report import Report
+report = Report(Path(sys.argv[2]))
+kind = sys.argv[1]
+report.note(of=kind, number=1.23456)
+if kind == "crash":
+    raise SystemExit(3)
+if kind == "hang":
+    time.sleep(600)
+if kind == "wrong":
+    report.check("too much", 2.0, limit=1.0)
+"""
+
+
+def ladder(
+    tmp_path: Path, steps: list[str], budget_s: float | None = None, **times: float
+) -> dict[str, dict[str, Any]]:
+    script = tmp_path / "step.py"
+    script.write_text(SCRIPT)
+    usual = {"expected_s": 0.0, "limit_s": 60.0, **times}
+    timings = {step: control.Timing(**usual, needs=("no_such_module.x",) if step == "lacks" else ()) for step in steps}
+    return control.run_ladder(
+        steps, lambda step, report: [sys.executable, str(script), step, str(report)], out=tmp_path / "out",
+        work=tmp_path / "work", budget_s=budget_s, timings=timings,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.mark.usefixtures("found_by_children")
+def test_steps_go_on_behind_those_that_fail(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = ladder(tmp_path, ["crash", "wrong", "lacks", "fine"])
+    assert found["crash"]["error"] == "the step ended with 3; see crash.log"
+    assert found["crash"]["number"] == 1.23456, "what it had is kept"
+    assert found["lacks"]["error"] == "needs no_such_module.x, which can't be imported here"
+    assert [control.passed(found[step]) for step in ("crash", "wrong", "lacks", "fine")] == [False, False, False, True]
+    said = capfd.readouterr().out
+    for line in ("crash  number: 1.235\n", "wrong  FAIL too much: 2 (<= 1)\n", "fine: passed after"):
+        assert line in said, said
+    ladder(tmp_path, ["wrong"])
+    whole = json.loads((tmp_path / "out" / "gpu_sglang.json").read_text())
+    assert set(whole) == {"crash", "wrong", "lacks", "fine"}, "an earlier call's steps stay"
+
+
+@pytest.mark.usefixtures("found_by_children")
+def test_a_budget_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "CLOSING_S", 0.0)
+    kept: list[str] = []
+    replace = control._replace
+    monkeypatch.setattr(control, "_replace", lambda path, text: (kept.append(text), replace(path, text)))
+    start = time.monotonic()
+    found = ladder(tmp_path, ["hang", "fine"], budget_s=1.5, expected_s=1.0)
+    assert time.monotonic() - start < 10.0
+    assert found["hang"]["error"] == "the step was ended: its time was over; see hang.log"
+    assert found["hang"]["of"] == "hang"
+    assert found["fine"]["skipped"].endswith("it takes about 1")
+    assert control.passed(found["fine"]), "nothing failed"
+    assert '"of": "hang"' in kept[0], "its figures are in the file while it runs"
+    assert "hang: at most 1 s" in capfd.readouterr().out
 
 
 def test_differences_are_told() -> None:
