@@ -23,6 +23,7 @@ from miles_k3.rollout.sglang.hooks import (
     hidden_dims,
     moe_front,
     output_gate,
+    reduce_fusion,
     report,
 )
 
@@ -118,6 +119,22 @@ def _front_stub() -> None:
     lora = SimpleNamespace(enable_lora=True, lora_target_modules={"gate_up_proj", "down_proj"})
     context.get_server_args = lambda: lora
     kimi_k3.get_moe_a2a_backend = lambda: SimpleNamespace(is_none=lambda: True)
+
+
+def _fusion() -> Any:
+    """Whether o_proj of a decoder layer is told to write into the buffer of the fused all-reduce."""
+    from sglang.srt.layers import k3_ar_fusion
+
+    return k3_ar_fusion.enabled()
+
+
+def _fusion_stub() -> None:
+    """A machine on which the probe finds what it looks for."""
+    import sglang.srt.runtime_context as context
+    from sglang.srt.layers import k3_ar_fusion
+
+    context.get_server_args = lambda: SimpleNamespace(enable_lora=True, lora_target_modules={"o_proj"})
+    k3_ar_fusion._get_state = lambda: "a Blackwell machine with multicast"
 
 
 def _experts() -> Any:
@@ -258,6 +275,7 @@ CASES: dict[str, tuple[Any, Callable[[], Any], Callable[[], None] | None]] = {
     "hidden_dims": (hidden_dims, _dims, None),
     "output_gate": (output_gate, _gate, _gate_stub),
     "moe_front": (moe_front, _front, _front_stub),
+    "reduce_fusion": (reduce_fusion, _fusion, _fusion_stub),
     "expert_lora": (expert_lora, _experts, _experts_stub),
     "graph_buffers": (graph_buffers, _buffers, None),
     "expert_capture": (expert_capture, _capture, _capture_stub),

@@ -20,6 +20,7 @@ EXPECTED: dict[str, tuple[Any, Any]] = {
     "hidden_dims": ([[7168, 6144], [3072, 7168], [12288, 7168]], [[3584, 6144], [3072, 3584], [8192, 7168]]),
     "output_gate": ([[1.0, 1.0]], [[0.5, 0.5]]),
     "moe_front": (True, False),
+    "reduce_fusion": (True, False),
     "expert_lora": ("AssertionError", ["MarlinSituExperts", False, True, ["the base", "the base", "RowHooks"]]),
     "graph_buffers": ("AttributeError", [[3, 2, 256], [6, 128], [3, 2, 256]]),
     "expert_capture": (None, 7),
@@ -36,6 +37,10 @@ def found() -> dict[str, list[Any]]:
     assert ended.returncode == 0, ended.stderr[-3000:]
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("FOUND ")]
     return json.loads(line.removeprefix("FOUND "))
+
+
+def test_every_hook_is_tried(found: dict[str, list[Any]]) -> None:
+    assert set(found) == set(hook_names()) == {*EXPECTED, "direct_swap"}
 
 
 @pytest.mark.parametrize("name", hook_names())

@@ -111,7 +111,12 @@ def ladder(
     script = tmp_path / "step.py"
     script.write_text(SCRIPT)
     usual = {"expected_s": 0.0, "limit_s": 60.0, **times}
-    timings = {step: control.Timing(**usual, needs=("no_such_module.x",) if step == "lacks" else ()) for step in steps}
+    timings = {
+        step: control.Timing(
+            **usual, needs=("no_such_module.x",) if step == "lacks" else (), instead="fine" if step == "crash" else None
+        )
+        for step in steps
+    }
     return control.run_ladder(
         steps, lambda step, report: [sys.executable, str(script), step, str(report)], out=tmp_path / "out",
         work=tmp_path / "work", budget_s=budget_s, timings=timings,
@@ -133,6 +138,7 @@ def test_steps_go_on_behind_those_that_fail(tmp_path: Path, capfd: pytest.Captur
     said = capfd.readouterr().out
     for line in ("crash  number: 1.235\n", "wrong  FAIL too much: 2 (<= 1)\n", "fine: passed after"):
         assert line in said, said
+    assert list(found) == ["crash", "fine", "wrong", "lacks"], "what leaves out the likely fault comes next"
     ladder(tmp_path, ["wrong"])
     whole = json.loads((tmp_path / "out" / "gpu_sglang.json").read_text())
     assert set(whole) == {"crash", "wrong", "lacks", "fine"}, "an earlier call's steps stay"

@@ -16,6 +16,7 @@ from miles_k3.rollout.sglang.hooks import (
     hidden_dims,
     moe_front,
     output_gate,
+    reduce_fusion,
     report,
 )
 
@@ -24,6 +25,7 @@ HOOKS: tuple[ModuleType, ...] = (
     hidden_dims,
     output_gate,
     moe_front,
+    reduce_fusion,
     expert_lora,
     graph_buffers,
     expert_capture,

@@ -23,6 +23,7 @@ class Experts:
     first: Product  # latent -> gate | up
     second: Product  # activated -> latent, times the router's weight
     activate: Callable[[Tensor, Tensor], None]  # gate | up [T*K, 2I] into [T*K, I]
+    total: Callable[[Tensor], Tensor]  # [T, K, Z] summed over K in fp32
     width: int
 
 
@@ -39,7 +40,7 @@ def run_experts(z_TZ: Tensor, weights_TK: Tensor, chosen_TK: Tensor, experts: Ex
     down = experts.second(activated, z_TZ.new_zeros(num_tokens * k, latent), 1, True).view(num_tokens, k, latent)
     if hooks.after_down:
         hooks.after_down(activated, down, weights_TK, chosen_TK)
-    return down.sum(dim=1)  # no routed scaling: K3 normalises what comes out
+    return experts.total(down)  # no routed scaling: K3 normalises what comes out
 
 
 class MarlinSituExperts:
@@ -61,13 +62,14 @@ class MarlinSituExperts:
         if hooks is None:
             raise RuntimeError("MarlinSituExperts was called without LoRA hooks; the base layer serves such batches")
         z, routes = dispatch_output.hidden_states.contiguous(), dispatch_output.topk_output
+        weights, chosen = routes.topk_weights.contiguous(), routes.topk_ids.contiguous()  # as every kernel reads them
         beta, linear_beta = self._config.gemm1_alpha, self._config.gemm1_clamp_limit
-        marlin = _Marlin(z, routes.topk_weights, routes.topk_ids, quant_info)
+        marlin = _Marlin(z, weights, chosen, quant_info)
         experts = Experts(
-            first=marlin.first, second=marlin.second, width=marlin.width,
+            first=marlin.first, second=marlin.second, total=_total, width=marlin.width,
             activate=lambda gate_up, out: situ_and_mul(out, gate_up, beta, linear_beta),
         )  # fmt: skip
-        return StandardCombineInput(hidden_states=run_experts(z, routes.topk_weights, routes.topk_ids, experts, hooks))
+        return StandardCombineInput(hidden_states=run_experts(z, weights, chosen, experts, hooks))
 
 
 class _Marlin:
@@ -106,6 +108,13 @@ class _Marlin:
             b_q_type=kind, size_m=rows.shape[0], size_n=out.shape[1], size_k=rows.shape[1],
             is_k_full=self._packed.is_k_full, use_atomic_add=False, use_fp32_reduce=True, is_zp_float=False,
         )  # fmt: skip
+
+
+def _total(down_TKZ: Tensor) -> Tensor:
+    """By the kernel that SGLang sums the base's experts with."""
+    from sglang.kernels.ops.moe.moe_topk_sum import moe_topk_sum
+
+    return moe_topk_sum(down_TKZ, down_TKZ.new_empty(down_TKZ.shape[0], down_TKZ.shape[2]))
 
 
 def rows_per_block(rows: int, experts: int) -> int:

@@ -21,6 +21,7 @@ from miles_k3.rollout.sglang.hooks.hidden_dims import module_dims
 from miles_k3.rollout.sglang.hooks.marlin_experts import Experts, rows_per_block, run_experts
 from miles_k3.rollout.sglang.hooks.moe_front import lora_on_front
 from miles_k3.rollout.sglang.hooks.output_gate import gated, take_gate
+from miles_k3.rollout.sglang.hooks.reduce_fusion import lora_on_o_proj
 from miles_k3.types import AdapterConfig
 
 K3 = Path("assets/kimi-k3")
@@ -67,6 +68,14 @@ def test_a_module_without_lora_is_named() -> None:
 )
 def test_when_the_front_must_stay_apart(enabled: bool, targets: Any, expected: bool) -> None:
     assert lora_on_front(enabled, targets) is expected
+
+
+@pytest.mark.parametrize(
+    ("enabled", "targets", "expected"),
+    [(False, ["o_proj"], False), (True, ["gate_proj"], False), (True, {"self_attn.o_proj"}, True), (True, None, True)],
+)
+def test_when_o_proj_reduces_itself(enabled: bool, targets: Any, expected: bool) -> None:
+    assert lora_on_o_proj(enabled, targets) is expected
 
 
 def test_the_gate_is_taken_once() -> None:
@@ -123,7 +132,9 @@ def _plain_experts(w13_EOZ: Tensor, w2_EZI: Tensor, chosen_TK: Tensor, weights_T
         gate, up = gate_up.chunk(2, dim=-1)
         out.copy_(situ(gate, up, 4.0, 25.0))
 
-    return Experts(first=first, second=second, activate=activate, width=w2_EZI.shape[2])
+    return Experts(
+        first=first, second=second, activate=activate, total=lambda rows: rows.sum(dim=1), width=w2_EZI.shape[2]
+    )
 
 
 def test_experts_with_hooks_are_the_formula() -> None:
