@@ -9,15 +9,7 @@ from typing import Annotated
 
 import typer
 
-from miles_k3.commands.bench import (
-    bench_attention,
-    bench_decode,
-    bench_kda,
-    bench_moe,
-    bench_prefill,
-    bench_speculative,
-    bench_swap,
-)
+from miles_k3.commands.bench import bench_app
 from miles_k3.commands.doctor import doctor
 from miles_k3.commands.draft import draft_app
 from miles_k3.commands.export import export
@@ -50,10 +42,7 @@ app.command()(verify_lossless)
 app.command()(export)
 app.command("import")(import_peft)
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
 app.add_typer(bench_app, name="bench")
-for _bench in (bench_decode, bench_prefill, bench_swap, bench_moe, bench_kda, bench_attention, bench_speculative):
-    bench_app.command(_bench.__name__.removeprefix("bench_"))(_bench)
 
 USER_ERROR = 2
 SIGNALLED = 128  # plus the signal's number, as shells have it
@@ -233,28 +222,3 @@ def version() -> None:
             typer.echo(f"{package} {installed(package)}")
         except PackageNotFoundError:
             typer.echo(f"{package} not installed")
-
-
-@bench_app.command("cache")
-def bench_cache(
-    trace: Annotated[list[str] | None, typer.Option("--trace", help="Traces to replay; without it, all.")] = None,
-    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests of each trace.")] = 10_000,
-    budget: Annotated[float, typer.Option("--budget", min=1.0, help="Cache memory of one rank, GiB.")] = 80.0,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks that share the KDA heads.")] = 8,
-    model: Annotated[
-        Path | None, typer.Option("--model", metavar="FOLDER", help="Its config.json; without it, Kimi K3's.")
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="For cache.json and cache.png.")] = Path(),
-) -> None:
-    """Replay traces of reinforcement learning against the prefix cache's policies, with a real model's byte sizes."""
-    from miles_k3 import bench
-    from miles_k3.k3.config import K3Config
-
-    config = K3Config.from_folder(model or Path(__file__).parents[1] / "assets" / "kimi-k3")
-    rows = bench.bench_cache(
-        config, trace or list(bench.TRACES), requests=requests, tp=tp, budget_gib=budget,
-        told=lambda row: typer.echo(f"{row['trace']}, {row['policy']}: {row['seconds']:.1f} s", err=True),
-    )  # fmt: skip
-    typer.echo(bench.markdown(rows))
-    facts = {"requests": requests, "budget_gib": budget, "tp": tp}
-    typer.echo(f"written: {', '.join(map(str, bench.write(rows, facts, out)))}", err=True)

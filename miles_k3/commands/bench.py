@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from miles_k3.commands.options import RecipeArg, SetOption
+
+if TYPE_CHECKING:  # brings torch
+    from miles_k3.bench.measures import Ceilings, Row
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
 
 Tokens = Annotated[
     list[int] | None, typer.Option("--tokens", min=1, help="Tokens, or sequences of one token; may be repeated.")
@@ -16,71 +21,112 @@ Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where <bench
 
 
 def _bench(name: str, tokens: list[int] | None, out: Path) -> None:
-    from miles_k3 import kernel_bench
+    from miles_k3.bench import kernels
 
-    ceilings, rows = kernel_bench.run(
-        name, tokens, told=lambda row: typer.echo(f"{row.kernel}, {row.shape}: {1e3 * row.ms:.1f} µs", err=True)
-    )
-    typer.echo(kernel_bench.markdown(rows))
+    _told(name, *kernels.run(name, tokens, told=_progress), out)
+
+
+def _progress(row: Row) -> None:
+    typer.echo(f"{row.kernel}, {row.shape}: {1e3 * row.ms:,.1f} µs", err=True)
+
+
+def _told(name: str, ceilings: Ceilings, rows: list[Row], out: Path) -> None:
+    from miles_k3.bench.measures import markdown, write
+
+    typer.echo(markdown(rows))
     typer.echo(
-        f"{ceilings.device}: {ceilings.bytes_s / 1e12:.2f} TB/s read, {ceilings.flops_s / 1e12:.0f} TFLOP/s in bf16; "
-        f"written: {kernel_bench.write(name, ceilings, rows, out)}",
+        f"{ceilings.device}: {ceilings.bytes_s / 1e12:.2f} TB/s read, {ceilings.flops_s / 1e12:.3g} TFLOP/s; "
+        f"written: {write(name, ceilings, rows, out)}",
         err=True,
     )
 
 
+@bench_app.command("moe")
 def bench_moe(tokens: Tokens = None, out: Out = Path("runs/bench")) -> None:
     """Router and routed experts, packed MXFP4, with and without LoRA; from 1,024 tokens on also training's products."""
     _bench("moe", tokens, out)
 
 
+@bench_app.command("kda")
 def bench_kda(tokens: Tokens = None, out: Out = Path("runs/bench")) -> None:
     """One decoded token of KDA, beside fla's recurrent kernel and plain torch."""
     _bench("kda", tokens, out)
 
 
+@bench_app.command("attention")
 def bench_attention(tokens: Tokens = None, out: Out = Path("runs/bench")) -> None:
     """MLA decode over 8,192 tokens of context, attention residuals with their norm, dense LoRA of two versions."""
     _bench("attention", tokens, out)
 
 
 Folder = Annotated[Path, typer.Option("--model", help="Folder with a config.json: weights of its widths are drawn.")]
+Device = Annotated[str, typer.Option("--device", help="cuda, or cpu for a small model.")]
+Batch = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests; may be repeated.")]
+Context = Annotated[int, typer.Option("--context", min=1, help="Tokens of each prompt.")]
+K3_LAYERS = Path("assets/k3-4layer")
 
 
+@bench_app.command("decode")
 def bench_decode(
-    model: Folder = Path("assets/k3-4layer"),
-    batch: Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests; may be repeated.")] = None,
-    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of each prompt.")] = 256,
+    model: Folder = K3_LAYERS, batch: Batch = None, context: Context = 256, device: Device = "cuda",
     out: Out = Path("runs/bench"),
-) -> None:
-    """Recorded decode steps of the engine with and without LoRA, random weights, beside the bytes' floor."""
-    _engine_bench("decode", model, batch or [1, 8, 64], context, out)
+) -> None:  # fmt: skip
+    """Decode steps of the engine with and without LoRA, random weights, beside the bytes' floor."""
+    _engine_bench("decode", model, batch or [1, 8, 64], context, device, out)
 
 
+@bench_app.command("eager")
+def bench_eager(
+    model: Folder = K3_LAYERS, batch: Batch = None, context: Context = 256, device: Device = "cuda",
+    out: Out = Path("runs/bench"),
+) -> None:  # fmt: skip
+    """Decode steps of two layers, one of each kind, beside the same in eager torch with unpacked experts."""
+    _engine_bench("eager", model, batch or [1, 8, 64], context, device, out)
+
+
+@bench_app.command("prefill")
 def bench_prefill(
-    model: Folder = Path("assets/k3-4layer"),
+    model: Folder = K3_LAYERS,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Of one prompt, computed in one chunk.")] = 8192,
+    device: Device = "cuda",
     out: Out = Path("runs/bench"),
 ) -> None:
     """One prompt in one chunk with and without LoRA, random weights, beside the FLOPs' floor."""
-    _engine_bench("prefill", model, [1], tokens, out)
+    _engine_bench("prefill", model, [1], tokens, device, out)
 
 
-def bench_swap(model: Folder = Path("assets/k3-4layer"), out: Out = Path("runs/bench")) -> None:
+@bench_app.command("swap")
+def bench_swap(model: Folder = K3_LAYERS, device: Device = "cuda", out: Out = Path("runs/bench")) -> None:
     """A whole adapter into the engine's idle slot, on an idle device and while requests decode."""
-    _engine_bench("swap", model, [8], 256, out)
+    _engine_bench("swap", model, [8], 256, device, out)
 
 
-def _engine_bench(name: str, model: Path, batches: list[int], context: int, out: Path) -> None:
-    from miles_k3 import engine_bench, kernel_bench
+def _engine_bench(
+    name: Literal["decode", "prefill", "swap", "eager"], model: Path, batches: list[int], context: int, device: str,
+    out: Path,
+) -> None:  # fmt: skip
+    from miles_k3.bench import engine
 
-    ceilings, rows = engine_bench.run(
-        name, model, batches, context, told=lambda row: typer.echo(f"{row.shape}: {row.ms:.3f} ms", err=True)
-    )
-    typer.echo(kernel_bench.markdown(rows))
-    typer.echo(f"{ceilings.device}; written: {kernel_bench.write(name, ceilings, rows, out)}", err=True)
+    _told(name, *engine.run(name, model, batches, context, _progress, device=device), out)
 
 
+@bench_app.command("train")
+def bench_train(
+    recipe: RecipeArg,
+    overrides: SetOption = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=2, help="Of a step; without it, a micro-batch.")] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Steps that count, after one that doesn't.")] = 5,
+    out: Out = Path("runs/bench"),
+) -> None:
+    """The trainer's forward, step and adapter export at a recipe's widths, random weights, beside the FLOPs' floor."""
+    from miles_k3.bench import training
+    from miles_k3.recipe import load_recipe
+
+    recipe_ = load_recipe(recipe, overrides or []).recipe
+    _told("train", *training.run(recipe_, tokens, repeats, _progress), out)
+
+
+@bench_app.command("speculative")
 def bench_speculative(
     recipe: RecipeArg,
     overrides: SetOption = None,
@@ -98,8 +144,8 @@ def bench_speculative(
     out: Out = Path("runs/bench"),
 ) -> None:
     """Tokens a second without speculation, verifying all, and trimming; the costs that trim goes by."""
+    from miles_k3.bench.speculation import BenchPlan, bench_modes, markdown
     from miles_k3.recipe import load_recipe
-    from miles_k3.speculation_bench import BenchPlan, bench_modes, markdown
 
     plan = BenchPlan(
         batches=batch or (1, 8, 64, 256), new_tokens=tokens, rounds=rounds, known=known, random_draft=random_draft,
@@ -112,3 +158,28 @@ def bench_speculative(
     )  # fmt: skip
     typer.echo(markdown(rates))
     typer.echo(f"written: {out / 'speculative.json'}, {out / 'costs.json'}", err=True)
+
+
+@bench_app.command("cache")
+def bench_cache(
+    trace: Annotated[list[str] | None, typer.Option("--trace", help="Traces to replay; without it, all.")] = None,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests of each trace.")] = 10_000,
+    budget: Annotated[float, typer.Option("--budget", min=1.0, help="Cache memory of one rank, GiB.")] = 80.0,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks that share the KDA heads.")] = 8,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FOLDER", help="Its config.json; without it, Kimi K3's.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="For cache.json and cache.png.")] = Path(),
+) -> None:
+    """Replay traces of reinforcement learning against the prefix cache's policies, with a real model's byte sizes."""
+    from miles_k3.bench import cache
+    from miles_k3.k3.config import K3Config
+
+    config = K3Config.from_folder(model or Path(__file__).parents[2] / "assets" / "kimi-k3")
+    rows = cache.bench_cache(
+        config, trace or list(cache.TRACES), requests=requests, tp=tp, budget_gib=budget,
+        told=lambda row: typer.echo(f"{row['trace']}, {row['policy']}: {row['seconds']:.1f} s", err=True),
+    )  # fmt: skip
+    typer.echo(cache.markdown(rows))
+    facts = {"requests": requests, "budget_gib": budget, "tp": tp}
+    typer.echo(f"written: {', '.join(map(str, cache.write(rows, facts, out)))}", err=True)

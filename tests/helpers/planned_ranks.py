@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from helpers.allocations import allocations
 from helpers.planned import fullest_batch
@@ -30,16 +30,25 @@ def compared(rank: int, size: int, overrides: Sequence[str], micro_batches: int)
     trainer.step(batch)
     with allocations() as second:
         trainer.step(batch)
-    with allocations() as exported:
-        trainer.export_adapter()
+    export = least_peak(trainer.export_adapter)
     facts = rank_facts(recipe, config, size, trainer.ranks.pp.rank, cuda=False, fla=False)
     cut = facts.base - base.num_bytes()
     return {
         "factors and gradients": (facts.adapter + facts.gradients + cut, started.kept),
         "moments": (facts.optimizer, _held_by_the_optimizer(trainer)),
         "activations": (facts.activations, second.peak),
-        "export": (facts.export, exported.peak),
+        "export": (facts.export, export),
     }
+
+
+def least_peak(action: Callable[[], object], times: int = 3) -> int:
+    """Of several runs: a buffer that gloo's thread frees late adds to a peak, and nothing takes away from one."""
+    peaks = []
+    for _ in range(times):
+        with allocations() as found:
+            action()
+        peaks.append(found.peak)
+    return min(peaks)
 
 
 def _held_by_the_optimizer(trainer: MegatronTrainer) -> int:

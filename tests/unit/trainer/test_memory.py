@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,12 +21,10 @@ def batch(seed: int = 0) -> TrainBatch:
 
 
 @pytest.fixture
-def _older_objects_set_aside() -> Iterator[None]:
+def _older_objects_set_aside() -> None:
     """What other tests left is not looked through after every step."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def live_bytes() -> int:

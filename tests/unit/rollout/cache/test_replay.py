@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_k3 import bench
+from miles_k3.bench import cache as bench
 from miles_k3.errors import ConfigError
 from miles_k3.k3.config import K3Config
 from miles_k3.rollout.cache.contract import TOKEN_BYTES, num_tokens

@@ -42,7 +42,7 @@ def alive(pid: float) -> bool:
     stat = Path(f"/proc/{int(pid)}/stat")
     try:
         return stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or between that and the read
         return False
 
 

@@ -1,29 +1,34 @@
-"""`miles-k3 bench decode|prefill|swap`: whole engine steps of a model at its own widths, beside the physical floor.
+"""`miles-k3 bench decode|prefill|swap|eager`: whole engine steps of a model at its own widths, beside the floor.
 
-Weights are random, drawn on the GPU. The floor of a decode step is the bytes that it must read, once each, over a
+Weights are random, drawn on the device. The floor of a decode step is the bytes that it must read, once each, over a
 measured read: every dense weight and the head, the experts that its tokens chose, LoRA's factors of both, the cache,
-and the states twice, for they are written too; of a prefill the FLOPs over a measured bf16 product.
+and the states twice, for they are written too; of a prefill the FLOPs over a measured product. On a GPU a decode step
+is the recorded one; a CPU, for which nothing is recorded, shows the steps as the engine takes them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from miles_k3.adapters.layout import adapter_layout, gate_up_pairs
 from miles_k3.adapters.update import make_update, update_bytes
+from miles_k3.bench.measures import Ceilings, Row, collected, device_ms, wall_ms
 from miles_k3.errors import EngineError, LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.params import Part, text_params
 from miles_k3.k3.random_weights import random_base
 from miles_k3.k3.weights import ResidentBase
-from miles_k3.kernel_bench import Ceilings, Row
 from miles_k3.rollout.cache.blocks import Kind
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.request import Request, Stage
@@ -67,13 +72,13 @@ def cache_bytes(engine: EmbeddedEngine, requests: Sequence[Request]) -> int:
     return sum(2 * slot + r.num_cached * page // engine.pool.page_size for r in requests)
 
 
-def bench_engine(base: ResidentBase, *, max_running: int, context: int, new_tokens: int, kernels: str = "fused",
-                 chunk: int = 8192) -> EmbeddedEngine:  # fmt: skip
+def bench_engine(base: ResidentBase, *, max_running: int, context: int, new_tokens: int,
+                 kernels: Literal["auto", "plain"] = "auto", chunk: int = 8192) -> EmbeddedEngine:  # fmt: skip
     """An engine for `max_running` requests of so many tokens, with two adapter slots."""
     return EmbeddedEngine(
         base, base.config, max_lora_rank=CONFIG.rank, max_running=max_running, page_size=64,
         prefill_chunk_tokens=chunk, max_sequence_tokens=context + new_tokens, prefix_cache="off",
-        kernels=kernels,  # type: ignore[arg-type]
+        kernels=kernels,
     )  # fmt: skip
 
 
@@ -97,7 +102,10 @@ def decoding(engine: EmbeddedEngine, count: int, context: int) -> list[Request]:
     requests = []
     for i in range(count):
         prompt = tuple(torch.randint(0, engine.config.vocab_size, (context,), generator=generator).tolist())
-        params = SamplingParams(max_new_tokens=engine.max_sequence_tokens - context, seed=i)
+        params = SamplingParams(
+            max_new_tokens=engine.max_sequence_tokens - context, seed=i,
+            return_routed_experts=engine.runner.graphs is None,
+        )  # fmt: skip
         requests.append(Request(id=f"bench-{i}", prompt=prompt, params=params, version=engine.store.acquire()))
         engine.scheduler.submit(requests[-1])
     while any(len(r.token_ids) < 4 for r in requests):
@@ -125,34 +133,30 @@ def step_ms(engine: EmbeddedEngine, steps: int = 40) -> float:
 
 
 @torch.inference_mode()
-def replay_ms(engine: EmbeddedEngine, requests: Sequence[Request], repeats: int = 20) -> tuple[float, int]:
-    """(median device milliseconds of the recorded step: forward, head and draws; (layer, expert) pairs chosen)."""
+def decode_step(engine: EmbeddedEngine, requests: Sequence[Request], repeats: int = 20) -> tuple[float, int]:
+    """(median milliseconds of a step: forward, head and draws; (layer, expert) pairs that its tokens chose)."""
     graphs = engine.runner.graphs
-    assert graphs is not None
+    if graphs is None:
+        ms = step_ms(engine, repeats)
+        engine.runner.collect()
+        routed = torch.stack([r.routed[-1].view(-1, *r.routed[-1].shape[-2:])[-1] for r in requests])
+        return ms, pairs(routed)
     engine.runner.collect()
     engine.pool.flush()
     with engine.pool.forward():
         _, recorded = graphs.prepare(requests)
         recorded.replay()
-        routed = recorded.routed_TMK[: len(requests)]
-        touched = sum(routed[:, m].unique().numel() for m in range(routed.shape[1]))
+        touched = pairs(recorded.routed_TMK[: len(requests)])
         return device_ms(recorded.replay, repeats), touched
 
 
-def device_ms(call: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+def pairs(routed_TMK: Tensor) -> int:
+    """Different (layer, expert) pairs."""
+    return sum(layer.unique().numel() for layer in routed_TMK.unbind(1))
 
 
 def bench_decode(base: ResidentBase, ceilings: Ceilings, batches: Sequence[int], context: int = 256) -> Iterator[Row]:
-    """Recorded decode steps without and with an adapter, on the device and as the engine takes them."""
+    """Decode steps without and with an adapter, on the device and as the engine takes them."""
     work = Work.of(base.config, CONFIG)
     engine = bench_engine(base, max_running=max(batches), context=context, new_tokens=256)
     for adapted in (False, True):
@@ -161,7 +165,7 @@ def bench_decode(base: ResidentBase, ceilings: Ceilings, batches: Sequence[int],
         for batch in batches:
             requests = decoding(engine, batch, context)
             wall = step_ms(engine)
-            ms, touched = replay_ms(engine, requests)
+            ms, touched = decode_step(engine, requests)
             read = work.decode_bytes(touched, adapted) + cache_bytes(engine, requests)
             end(engine, requests)
             floor = ceilings.floor_ms(read, 0)
@@ -172,6 +176,29 @@ def bench_decode(base: ResidentBase, ceilings: Ceilings, batches: Sequence[int],
     engine.close()
 
 
+def bench_eager(base: ResidentBase, ceilings: Ceilings, batches: Sequence[int], context: int = 256) -> Iterator[Row]:
+    """The same steps without an adapter, and in plain torch: experts unpacked beforehand, torch's grouped_mm, a kernel
+    launched for each operation, as model code written for reading runs."""
+    unpacked = random_base(base.config, dtype=base.dtype, device=base.device, base_dtype="bf16")
+    new_engine = partial(bench_engine, max_running=max(batches), context=context, new_tokens=256)
+    ours, plain = new_engine(base), new_engine(unpacked, kernels="plain")
+    work = Work.of(base.config, CONFIG)
+    for batch in batches:
+        requests = decoding(ours, batch, context)
+        ms, touched = decode_step(ours, requests)
+        read = work.decode_bytes(touched, adapted=False) + cache_bytes(ours, requests)
+        end(ours, requests)
+        requests = decoding(plain, batch, context)
+        peer_ms = step_ms(plain)
+        end(plain, requests)
+        yield Row(
+            kernel=f"decode step of {base.config.num_hidden_layers} layers", shape=f"batch {batch}, {touched} experts",
+            ms=ms, floor_ms=ceilings.floor_ms(read, 0), peer="eager torch, unpacked experts", peer_ms=peer_ms,
+        )  # fmt: skip
+    ours.close()
+    plain.close()
+
+
 def bench_prefill(base: ResidentBase, ceilings: Ceilings, tokens: int = 8192) -> Iterator[Row]:
     """One prompt in one chunk, to its first sampled token."""
     engine, work = bench_engine(base, max_running=2, context=tokens, new_tokens=8), Work.of(base.config, CONFIG)
@@ -180,25 +207,22 @@ def bench_prefill(base: ResidentBase, ceilings: Ceilings, tokens: int = 8192) ->
     for adapted in (False, True):
         if adapted:
             engine.load_adapter(random_update(engine))
-        times = []
-        for i in range(4):
-            prompt = tuple(torch.randint(0, base.config.vocab_size, (tokens,)).tolist())
-            request = Request(
-                id=f"prefill-{i}",
-                prompt=prompt,
-                params=SamplingParams(max_new_tokens=1),
-                version=engine.store.acquire(),
-            )
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            engine.scheduler.submit(request)
-            while request.stage is not Stage.DONE:
-                engine.runner.step()
-            times.append(1e3 * (time.perf_counter() - start))
-            engine.store.release(request.version)
+        times = [ms for i in range(4) for ms in wall_ms(partial(_prefill, engine, tokens, i), 1)]
         shape = f"{tokens} tokens{', LoRA of rank 16' if adapted else ''}"
         yield Row(kernel="prefill", shape=shape, ms=statistics.median(times[1:]), floor_ms=ceilings.floor_ms(0, flops))
     engine.close()
+
+
+def _prefill(engine: EmbeddedEngine, tokens: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    prompt = tuple(torch.randint(0, engine.config.vocab_size, (tokens,), generator=generator).tolist())
+    request = Request(
+        id=f"prefill-{seed}", prompt=prompt, params=SamplingParams(max_new_tokens=1), version=engine.store.acquire()
+    )
+    engine.scheduler.submit(request)
+    while request.stage is not Stage.DONE:
+        engine.runner.step()
+    engine.store.release(request.version)
 
 
 def bench_swap(base: ResidentBase, ceilings: Ceilings, batch: int = 8, swaps: int = 8) -> Iterator[Row]:
@@ -214,14 +238,10 @@ def bench_swap(base: ResidentBase, ceilings: Ceilings, batch: int = 8, swaps: in
     shape = f"{num_bytes / 1e9:.3f} GB, rank {CONFIG.rank}"
     idle, stalls, usual = [], [], []
     for update in updates[1 : swaps + 1]:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        engine.load_adapter(update)
-        torch.cuda.synchronize()
-        idle.append(1e3 * (time.perf_counter() - start))
+        idle += wall_ms(partial(engine.load_adapter, update), 1)
     yield Row(kernel="swap, idle device", shape=shape, ms=statistics.median(idle), floor_ms=floor)
-    requests = decoding(engine, batch, 256)
     for update in updates[swaps + 1 :]:
+        requests = decoding(engine, batch, 256)  # of the version before: their slot is free again when they have ended
         usual.append(step_ms(engine, 8))
         engine.runner.step()
         start = time.perf_counter()
@@ -229,7 +249,7 @@ def bench_swap(base: ResidentBase, ceilings: Ceilings, batch: int = 8, swaps: in
         engine.runner.step()
         engine.runner.step()  # with overlap a step returns when the one before it is done
         stalls.append(1e3 * (time.perf_counter() - start) - 2 * usual[-1])
-    end(engine, requests)
+        end(engine, requests)
     yield Row(
         kernel="swap, what decode loses", shape=f"{shape}, batch {batch}", ms=statistics.median(stalls), floor_ms=floor,
         peer="a step", peer_ms=statistics.median(usual),
@@ -237,19 +257,33 @@ def bench_swap(base: ResidentBase, ceilings: Ceilings, batch: int = 8, swaps: in
     engine.close()
 
 
+def two_layers(config: K3Config) -> K3Config:
+    """MLA with a dense MLP, then KDA with routed experts: one of each, small enough for unpacked experts."""
+    return dataclasses.replace(config, num_hidden_layers=2, first_k_dense_replace=1, mla_layers=(0,))
+
+
 def run(
-    name: str, model: Path, batches: Sequence[int], context: int, told: Callable[[Row], None] = lambda _: None
-) -> tuple[Ceilings, list[Row]]:
-    """`decode`, `prefill` or `swap` of the config in a folder, `told` row by row. Raises LaunchError without a GPU."""
-    if not torch.cuda.is_available():
-        raise LaunchError(f"miles-k3 bench {name} measures whole steps and found no CUDA device; run it on a GPU")
-    ceilings = Ceilings.measure()
-    base = random_base(K3Config.from_folder(model), dtype=torch.bfloat16, device="cuda", base_dtype="mxfp4")
-    rows: list[Row] = []
-    found = (
-        bench_decode(base, ceilings, batches, context) if name == "decode" else bench_prefill(base, ceilings, context)
-    )
-    for row in found:
-        rows.append(row)
-        told(row)
-    return ceilings, rows
+    name: Literal["decode", "prefill", "swap", "eager"], model: Path, batches: Sequence[int], context: int,
+    told: Callable[[Row], None] = lambda _: None, *, device: str = "cuda",
+) -> tuple[Ceilings, list[Row]]:  # fmt: skip
+    """A bench of the config in a folder, `told` row by row; `eager` takes one layer of each kind of it.
+
+    Raises LaunchError where the device isn't there.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise LaunchError(
+            f"miles-k3 bench {name} measures whole steps on a GPU and found no CUDA device; for a look at the table "
+            "take a CPU and a small model: --device cpu --model assets/tiny-k3"
+        )
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    ceilings, config = Ceilings.measure(device, dtype), K3Config.from_folder(model)
+    if name == "eager":
+        config = two_layers(config)
+    base = random_base(config, dtype=dtype, device=device, base_dtype="mxfp4")
+    benches = {
+        "decode": partial(bench_decode, batches=batches, context=context),
+        "eager": partial(bench_eager, batches=batches, context=context),
+        "prefill": partial(bench_prefill, tokens=context),
+        "swap": partial(bench_swap, batch=batches[0]),
+    }
+    return ceilings, collected(benches[name](base, ceilings), told)

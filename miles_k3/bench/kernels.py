@@ -6,17 +6,15 @@ both are measured in the same run. Every input is random; calls rotate over inpu
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from miles_k3.bench.measures import Ceilings, Row, collected, timed
 from miles_k3.errors import LaunchError
 from miles_k3.k3.kernels.attn_res_norm import Write, attn_res_norm
 from miles_k3.k3.kernels.dense_lora import segmented_lora_
@@ -36,63 +34,6 @@ HIDDEN, LATENT, INNER, EXPERTS, TOP_K, RANK = 7168, 3584, 3072, 896, 16, 16
 HEADS, DIM, NOPE, EXTRA, KV_LATENT, BANK_ROWS = 96, 128, 128, 64, 512, 8
 BYTES = 17 / 32  # of an MXFP4 weight
 BF16 = torch.bfloat16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceilings:
-    """What this GPU gives, measured: bytes read a second, and bf16 FLOPs a second of an 8192-wide product."""
-
-    device: str
-    bytes_s: float
-    flops_s: float
-
-    @classmethod
-    def measure(cls) -> Ceilings:
-        big = torch.randint(0, 1 << 30, (1 << 29,), device="cuda")
-        read_ms = timed([big.max])
-        a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
-        product_ms = timed([partial(torch.mm, a, b)] * 10)
-        return cls(
-            device=torch.cuda.get_device_name(),
-            bytes_s=big.numel() * 8e3 / read_ms,
-            flops_s=2 * 8192**3 * 1e3 / product_ms,
-        )
-
-    def floor_ms(self, num_bytes: float, flops: float) -> float:
-        return 1e3 * max(num_bytes / self.bytes_s, flops / self.flops_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line: milliseconds are medians of repeats."""
-
-    kernel: str
-    shape: str
-    ms: float
-    floor_ms: float
-    peer: str = ""
-    peer_ms: float | None = None
-
-
-def timed(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
-    """Median milliseconds of one call, the calls recorded into a CUDA graph that is replayed."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / len(calls))
-    return statistics.median(times)
 
 
 def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -308,28 +249,6 @@ def run(name: str, tokens: Sequence[int] | None = None, told: Callable[[Row], No
     if not torch.cuda.is_available():
         raise LaunchError(f"miles-k3 bench {name} measures Triton kernels and found no CUDA device; run it on a GPU")
     bench, usual = BENCHES[name]
-    rows: list[Row] = []
     with torch.inference_mode():
         ceilings = Ceilings.measure()
-        for row in bench(ceilings, tokens or usual):
-            rows.append(row)
-            told(row)
-    return ceilings, rows
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a table; `of the floor` is the share of the floor's speed."""
-    lines = ["| kernel | shape | µs | floor, µs | of the floor | beside it | µs |", "|---|---|---|---|---|---|---|"]
-    for r in rows:
-        peer = "" if r.peer_ms is None else f"{1e3 * r.peer_ms:,.1f}"
-        numbers = f"{1e3 * r.ms:,.1f} | {1e3 * r.floor_ms:,.1f} | {r.floor_ms / r.ms:.0%}"
-        lines.append(f"| {r.kernel} | {r.shape} | {numbers} | {r.peer} | {peer} |")
-    return "\n".join(lines)
-
-
-def write(name: str, ceilings: Ceilings, rows: Sequence[Row], folder: Path) -> Path:
-    """`<name>.json` in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.json"
-    file.write_text(json.dumps({**asdict(ceilings), "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
-    return file
+        return ceilings, collected(bench(ceilings, tokens or usual), told)
