@@ -33,10 +33,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Model:
-    """The frozen base and its tokenizer, held once and shared."""
+    """The frozen base and its tokenizer, held once and shared. `base` is None where nobody here computes with it."""
 
     config: K3Config
-    base: ResidentBase
+    base: ResidentBase | None
     tokenizer: Any
 
 
@@ -68,7 +68,8 @@ def assembled(
     config = model_config(recipe)
     refuse_launch(recipe, config, world, training=training)
     with ExitStack() as stack:
-        model, task, rewards = world.together(lambda: _load(recipe, config, world, stack))
+        with_base = training or recipe.rollout.engine == "embedded"
+        model, task, rewards = world.together(lambda: _load(recipe, config, world, stack, with_base=with_base))
         trainer = make_trainer(recipe, model) if training else None
         engine = world.together(lambda: new_engine(recipe, model) if new_engine else make_engine(recipe, model, world))
         stack.callback(engine.close)
@@ -105,10 +106,14 @@ def load_recipe_engine(recipe: Recipe, world: World) -> Engine:
     )
 
 
-def _load(recipe: Recipe, config: K3Config, world: World, stack: ExitStack) -> tuple[Model, GradedTask, RewardPool]:
+def _load(
+    recipe: Recipe, config: K3Config, world: World, stack: ExitStack, *, with_base: bool
+) -> tuple[Model, GradedTask, RewardPool]:
     tokenizer = load_tokenizer(recipe.model.tokenizer_folder)
     task = make_task(recipe.task, tokenizer, seed=recipe.run.seed)
     rewards = stack.enter_context(RewardPool(task, recipe.task.reward_workers, recipe.task.reward_timeout_s))
+    if not with_base:
+        return Model(config=config, base=None, tokenizer=tokenizer), task, rewards
     return _load_model(recipe, config, tokenizer, world), task, rewards
 
 
@@ -175,6 +180,7 @@ def make_embedded_engine(
 ) -> EmbeddedEngine:
     """The engine in this process, on the base that the trainer computes with. `speculative` instead of the recipe's."""
     rollout = recipe.rollout
+    assert model.base is not None, "an embedded engine computes with the base"
     try:
         engine = EmbeddedEngine(
             model.base, model.config, tokenizer=model.tokenizer, adapter_config=adapter_config(recipe),
@@ -202,6 +208,7 @@ def make_embedded_engine(
 def make_trainer(recipe: Recipe, model: Model) -> Trainer:
     from miles_k3.trainer.megatron import MegatronTrainer  # brings megatron-core, which evaluation does without
 
+    assert model.base is not None, "a trainer computes with the base"
     return MegatronTrainer(
         model.base, model.config, adapter=adapter_config(recipe), section=recipe.trainer, algorithm=recipe.algorithm,
         total_steps=recipe.run.steps, seed=recipe.run.seed,

@@ -28,6 +28,7 @@ from miles_k3.errors import ConfigError, DataError
 from miles_k3.files import FolderLock, remove_tree, write_text
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.draft_config import DraftConfig
+from miles_k3.launch import refuse_other_engine
 from miles_k3.metrics import MetricsLog
 from miles_k3.rollout.collect import request_seed
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
@@ -67,6 +68,7 @@ def train_draft(recipe: Recipe, adapter: Path | None, out: Path, plan: DraftPlan
 
     Raises ConfigError when `out` holds something else, or was begun with other settings.
     """
+    refuse_other_engine(recipe, "draft train", "learns from hidden states that only the embedded engine hands out")
     settings = {"model": recipe.model.path, "adapter": str(adapter) if adapter else None, **asdict(plan)}
     lock = _take(out, json.loads(json.dumps(settings)), resume)
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from miles_k3.config import Recipe
-from miles_k3.errors import LaunchError
+from miles_k3.errors import ConfigError, LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.parallel import layout_problems
 from miles_k3.rollout.sglang.arguments import sglang_problems
@@ -39,6 +39,15 @@ def launch_problems(recipe: Recipe, config: K3Config, world: World, training: bo
         if recipe.algorithm.routing_replay and not config.moe_layers:
             problems.append("algorithm.routing_replay is true but the model has no MoE layer; set it to false")
     return problems
+
+
+def refuse_other_engine(recipe: Recipe, command: str, why: str) -> None:
+    """Raise ConfigError where the recipe's engine is not the one that `command` is made for."""
+    if recipe.rollout.engine != "embedded":
+        raise ConfigError(
+            f"rollout.engine is {recipe.rollout.engine}, but {command} {why}; add --set rollout.engine=embedded "
+            "--set rollout.engine_tp=1"
+        )
 
 
 def pick_device(wanted: str, local_rank: int = 0) -> torch.device:

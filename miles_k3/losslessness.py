@@ -22,6 +22,7 @@ from miles_k3.config import Recipe
 from miles_k3.config_speculative import SpeculativeSection
 from miles_k3.errors import ConfigError
 from miles_k3.files import write_text
+from miles_k3.launch import refuse_other_engine
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.speculative.audit import CommitAudit
 from miles_k3.rollout.speculative.taps import target_states
@@ -100,6 +101,7 @@ def verify_lossless(
     recipe: Recipe, adapter: Path | None, out: Path, *, num_prompts: int, samples: int, sampled_prompts: int
 ) -> Report:
     """Ask both engines, compare, and write the report. Raises ConfigError where the recipe doesn't speculate."""
+    refuse_other_engine(recipe, "verify-lossless", "compares the embedded engine with and without speculation")
     if recipe.rollout.speculative.mode == "off":
         raise ConfigError(
             "rollout.speculative.mode is off: nothing to verify; add --set rollout.speculative.mode=verify_all and "

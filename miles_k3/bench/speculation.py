@@ -26,7 +26,7 @@ from miles_k3.drafting import new_draft_config
 from miles_k3.errors import ConfigError
 from miles_k3.files import write_text
 from miles_k3.k3.random_weights import random_base
-from miles_k3.launch import pick_device
+from miles_k3.launch import pick_device, refuse_other_engine
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.rollout.embedded.request import Request
@@ -73,6 +73,7 @@ def bench_modes(
     recipe: Recipe, adapter: Path | None, plan: BenchPlan, out: Path, told: Callable[[Rate], None]
 ) -> list[Rate]:
     """Measure, write speculative.json and costs.json (what `rollout.speculative.costs` takes) into `out`."""
+    refuse_other_engine(recipe, "bench speculative", "measures the embedded engine, the only one that drafts")
     model = _random_model(recipe) if plan.random_weights else load_model(recipe, ALONE)
     speculative = _speculative(recipe, model, plan)
     engines = {mode: _engine(recipe, model, plan, speculative, mode) for mode in MODES}

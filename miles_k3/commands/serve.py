@@ -146,7 +146,8 @@ def _from_recipe(name: str, overrides: list[str], limits: dict[str, int]) -> _So
     if recipe.rollout.engine != "embedded":
         raise ConfigError(
             f"rollout.engine is {recipe.rollout.engine}, but miles-k3 serve runs the embedded engine; write "
-            "--set rollout.engine=embedded, or start SGLang's own server (miles-k3 sglang-commands RECIPE prints how)"
+            "--set rollout.engine=embedded --set rollout.engine_tp=1, or start SGLang's own server (miles-k3 "
+            "sglang-commands RECIPE prints how)"
         )
     exported = Path(name) / "adapter"
     answer = recipe.rollout.sampling.max_new_tokens
