@@ -65,6 +65,7 @@ def bench_train(
 ) -> Iterator[Row]:
     """Scoring without gradients, one optimizer step over micro-batches of sequences of `lengths`, and the adapter as
     the engine gets it."""
+    assert model.base is not None, "a trainer computes with the base"
     config, trainer = model.config, make_trainer(recipe, model)
     batch, tokens = random_batch(lengths, micro_batches, config.vocab_size), micro_batches * sum(lengths)
     frozen, adapter = forward_flops(Work.of(config, adapter_config(recipe)), config.num_experts_per_token, tokens)
