@@ -1,24 +1,24 @@
 """An adapter read a part at a time, whatever holds it, and the hash of what it computes.
 
-The hash covers rank, alpha, and each exported tensor's name, dtype, shape and bytes; neither the version nor how the
+The hash covers rank, alpha, and each exported tensor's name, dtype, shape and checksum; neither the version nor how the
 tensors lie in files, so that a copy in another layout has the same one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from miles_k3.adapters.checksum import streamed_checksum
 from miles_k3.adapters.layout import AdapterTensor
-from miles_k3.adapters.update import adapter_sha256, hash_table, tensor_bytes
+from miles_k3.adapters.update import adapter_sha256, hash_table
 from miles_k3.types import AdapterConfig
 
-CONTENT_SHA256 = "miles_k3.content_sha256"  # in the metadata of adapter_model.safetensors
+CONTENT_SHA256 = "miles_k3.content_checksums_sha256"  # in the metadata of adapter_model.safetensors
 
 
 class AdapterSource(Protocol):
@@ -52,13 +52,13 @@ def content_sha256(config: AdapterConfig, tensors: Mapping[str, Tensor]) -> str:
 def streamed_sha256(source: AdapterSource, seen: Callable[[AdapterTensor, int, Tensor], None]) -> str:
     """The same hash, with one part in memory at a time; each is shown to `seen` on its way."""
 
-    def pieces(t: AdapterTensor) -> Iterator[memoryview]:
+    def pieces(t: AdapterTensor) -> Iterator[Tensor]:
         for expert in parts(t):
             part = source.read(t.name, expert)
             seen(t, expert, part)
-            yield from tensor_bytes(part)
+            yield part
 
     table = {
-        t.name: (str(source.dtype(t.name)), list(t.shape), functools.partial(pieces, t)) for t in source.layout.values()
+        t.name: (str(source.dtype(t.name)), list(t.shape), streamed_checksum(pieces(t))) for t in source.layout.values()
     }
     return hash_table(0, dataclasses.replace(source.config, share_gate_up_a=True), table)

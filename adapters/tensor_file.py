@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from miles_k3.adapters.update import tensor_bytes
 from miles_k3.k3.safetensors_header import encode_header
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_PIECE_BYTES = 64 << 20  # host memory that writing a device tensor takes at most
 
 
 class Entry(NamedTuple):
@@ -36,7 +36,14 @@ def write_tensors(path: Path, entries: Iterable[Entry], metadata: Mapping[str, s
     with path.open("xb") as file:
         file.write(header)
         for e in ordered:
-            for chunk in tensor_bytes(e.make()):
+            for chunk in _pieces(e.make()):
                 file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in row-major order, without a second copy of a CPU tensor."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), _PIECE_BYTES):
+        yield memoryview(flat[start : start + _PIECE_BYTES].cpu().numpy())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 
 import torch
 
+from miles_k3.adapters.checksum import checksums
 from miles_k3.adapters.layout import AdapterTensor, gate_up_pairs
 from miles_k3.errors import AdapterError
 from miles_k3.types import AdapterConfig, AdapterUpdate
@@ -19,7 +19,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 MAX_LISTED = 12  # names listed in one error; the rest is counted
 _REMEMBERED = 4  # updates made in this process whose hashes are known to hold; only some numbers of each are kept
 _hashed_here: dict[str, tuple[object, ...] | None] = {}
-_CHUNK_BYTES = 64 << 20  # host memory that hashing a device tensor takes at most
 
 
 def make_update(version: int, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> AdapterUpdate:
@@ -39,7 +38,7 @@ def make_update(version: int, config: AdapterConfig, tensors: Mapping[str, torch
 def _fingerprint(update: AdapterUpdate) -> tuple[object, ...] | None:
     """What changes when torch writes to the tensors, or they are others; None where hashing again is cheap or must be.
 
-    Reading 0.8 GB back from a GPU and hashing it takes a second, ten times what the whole swap may.
+    The checksum of 0.8 GB reads more memory than the whole swap.
     """
     tensors = update.tensors
     if not all(isinstance(t, torch.Tensor) and on_gpu(t) and not t.is_inference() for t in tensors.values()):
@@ -59,35 +58,24 @@ def _is_hashed(update: AdapterUpdate) -> bool:
 
 
 def adapter_sha256(version: int, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over version, config, and each tensor's name, dtype, shape and bytes, whatever the mapping's order."""
-    table = {name: (str(t.dtype), list(t.shape), partial(tensor_bytes, t)) for name, t in tensors.items()}
+    """SHA-256 over version, config, and each tensor's name, dtype, shape and checksum, whatever the mapping's order."""
+    sums = checksums(list(tensors.values()))
+    table = {name: (str(t.dtype), list(t.shape), c) for (name, t), c in zip(tensors.items(), sums, strict=True)}
     return hash_table(version, config, table)
 
 
-def hash_table(
-    version: int, config: AdapterConfig, table: Mapping[str, tuple[str, list[int], Callable[[], Iterable[memoryview]]]]
-) -> str:
-    """The same from name -> (dtype, shape, what gives the bytes in row-major order)."""
+def hash_table(version: int, config: AdapterConfig, table: Mapping[str, tuple[str, list[int], str]]) -> str:
+    """The same from name -> (dtype, shape, checksum of the bytes in row-major order)."""
     digest = hashlib.sha256()
     _hash_fields(digest, [version, config.rank, float(config.alpha), config.share_gate_up_a, len(table)])
     for name in sorted(table):
-        dtype, shape, chunks = table[name]
-        _hash_fields(digest, [name, dtype, shape])
-        for chunk in chunks():
-            digest.update(chunk)
+        _hash_fields(digest, [name, *table[name]])
     return digest.hexdigest()
 
 
 def _hash_fields(digest: hashlib._Hash, fields: list[object]) -> None:
     text = json.dumps(fields).encode()
     digest.update(len(text).to_bytes(8, "little") + text)
-
-
-def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, in pieces, without a second copy of a CPU tensor."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), _CHUNK_BYTES):
-        yield memoryview(flat[start : start + _CHUNK_BYTES].cpu().numpy())
 
 
 def update_bytes(update: AdapterUpdate) -> int:

@@ -192,7 +192,7 @@ class AdapterUpdate:
     """One whole adapter on its way from trainer to engine.
 
     `tensors` maps exported names (see `miles_k3.adapters.layout`) to tensors that own their memory;
-    `sha256` covers version, config, names, shapes, dtypes and bytes.
+    `sha256` covers version, config, names, shapes, dtypes and bytes, these by their `adapters.checksum`.
     """
 
     version: int

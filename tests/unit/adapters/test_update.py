@@ -88,11 +88,6 @@ def test_hash_covers_everything_and_not_the_order(update, adapter):
     assert len(set(others.values())) == len(others)
 
 
-def test_hash_reads_large_tensors_in_pieces(update, adapter, monkeypatch):
-    monkeypatch.setattr("miles_k3.adapters.update._CHUNK_BYTES", 12)
-    assert adapter_sha256(3, adapter, update.tensors) == update.sha256
-
-
 def test_rank_above_the_slots(new_update, verify):
     update = new_update(7, adapter=AdapterConfig(rank=32, alpha=64.0))
     with pytest.raises(AdapterError) as e:
