@@ -154,7 +154,7 @@ class RolloutSection(Section):
         description="The engine's forward in plain torch or on Triton kernels; auto takes those on CUDA.",
     )
     cuda_graphs: bool | None = Field(
-        default=None, description="Record decode steps as CUDA graphs; null does so with the Triton kernels on CUDA."
+        default=None, description="Record steps as CUDA graphs; null does so with the Triton kernels on CUDA."
     )
     cache_min_tokens: PositiveInt = Field(
         default=64,

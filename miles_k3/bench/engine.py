@@ -144,9 +144,9 @@ def decode_step(engine: EmbeddedEngine, requests: Sequence[Request], repeats: in
     engine.runner.collect()
     engine.pool.flush()
     with engine.pool.forward():
-        _, recorded = graphs.prepare(requests)
+        _, recorded = graphs.decode.prepare(requests)
         recorded.replay()
-        touched = pairs(recorded.routed_TMK[: len(requests)])
+        touched = pairs(recorded.left.routed_TMK[: len(requests)])
         return device_ms(recorded.replay, repeats), touched
 
 

@@ -185,7 +185,7 @@ def _pretend(
                 row[k] = known[at] if luck < chance and at < len(known) else (known[min(at, len(known) - 1)] + 1) % 256
         return tokens, np.full(tokens.shape, chance)
 
-    speculator._draft = draft  # type: ignore[method-assign]
+    speculator._draft, speculator.drafts_ahead = draft, False  # type: ignore[method-assign]
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

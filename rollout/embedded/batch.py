@@ -57,6 +57,21 @@ class DecodeBatch:
         return torch.zeros(hidden_BS.shape, device=hidden_BS.device).masked_fill_(hidden_BS, -torch.inf).unsqueeze(1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VerifyRows:
+    """A verify as kernels take it: request b's positions are `cu_B1[b]` to `cu_B1[b + 1]`.
+
+    `slots_B`: rows of states and windows; `table_TP` and `seen_T`: of each position its request's pages and how many
+    tokens it may look at. Padding has slot -1, and sees nothing.
+    """
+
+    slots_B: Tensor
+    cu_B1: Tensor
+    table_TP: Tensor
+    seen_T: Tensor
+    replay: ReplayBuffer
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VerifyBatch:
     """A token of each request and what was drafted behind it: see `speculative.verify`.
@@ -79,11 +94,13 @@ class VerifyBatch:
         return verify_biases(self.contexts, self.steps, self.page_size, self.table_BP.device)
 
     @cached_property
-    def by_position(self) -> tuple[Tensor, Tensor]:
-        """(pages [T, P], tokens that it may look at [T]) of each position: for a kernel that takes a query a row."""
+    def rows(self) -> VerifyRows:
         packed = self.steps.packed
         contexts_B = put(self.contexts, packed.rows_T.device)
-        return self.table_BP.index_select(0, packed.rows_T), contexts_B[packed.rows_T] + packed.cols_T + 1
+        return VerifyRows(
+            slots_B=self.slots_B, cu_B1=packed.cu_seqlens, table_TP=self.table_BP.index_select(0, packed.rows_T),
+            seen_T=contexts_B[packed.rows_T] + packed.cols_T + 1, replay=self.replay,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,10 +157,16 @@ class StepBatch:
     num_decodes: int
     decode: DecodeBatch | None
     verify: VerifyBatch | None = None
+    recorded: VerifyRows | None = None  # instead of `verify`, where the forward is a graph's
     chunks: ChunkBatch | None
     pool: BlockPool | None
     write_T: Tensor | None
     positions_T: Tensor | None = None
+
+    @property
+    def verify_rows(self) -> VerifyRows | None:
+        """For the kernels."""
+        return self.recorded if self.verify is None else self.verify.rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

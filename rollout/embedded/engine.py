@@ -16,7 +16,7 @@ from miles_k3.k3.weights import ResidentBase
 from miles_k3.protocols import OnTokens
 from miles_k3.rollout.cache.blocks import Kind
 from miles_k3.rollout.cache.layout import Layout
-from miles_k3.rollout.embedded.model_choice import choose_model, records_decodes
+from miles_k3.rollout.embedded.model_choice import choose_model, records_steps
 from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.rollout.embedded.request import Request, Stage, judge_params, judge_tokens
 from miles_k3.rollout.embedded.serving_parts import Serving
@@ -39,8 +39,8 @@ class EmbeddedEngine:
     one of each kind. `track_interval`: tokens between snapshots of long prompts and growing answers; 0 takes none.
     `adapter_slots`: versions that can be live at once beside the base. `overlap`: plan and queue a step while the one
     before runs; None does so on CUDA. `speculative`: draft tokens, and verify them. `kernels`: the forward in plain
-    torch or on Triton kernels; auto takes those on CUDA where the widths fit. `cuda_graphs`: record decode steps; None
-    does so with the kernels, but not with `speculative`.
+    torch or on Triton kernels; auto takes those on CUDA where the widths fit. `cuda_graphs`: record steps without
+    prompts; None does so with the kernels.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class EmbeddedEngine:
             cache_pool=cache_pool, prefix_cache=prefix_cache, min_tokens=cache_min_tokens,
             track_interval=track_interval, prefill_chunk_tokens=prefill_chunk_tokens, share_prompts=share_prompts,
             reserve_tokens=reserve_tokens, overlap=base.device.type == "cuda" if overlap is None else overlap,
-            cuda_graphs=records_decodes(self._model, cuda_graphs, speculative is not None),
+            cuda_graphs=records_steps(self._model, cuda_graphs),
         )  # fmt: skip
         self.speculator = None
         if speculative is not None:

@@ -1,4 +1,4 @@
-"""Whether the forward runs in plain torch or on Triton kernels, and whether decode steps are recorded as graphs."""
+"""Whether the forward runs in plain torch or on Triton kernels, and whether steps are recorded as graphs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,9 @@ def choose_model(base: ResidentBase, kernels: str) -> EngineModel:
     raise EngineError(f"rollout.kernels: fused can't run this model: {why}; choose auto or plain")
 
 
-def records_decodes(model: EngineModel, wanted: bool | None, speculative: bool) -> bool:
-    """Whether decode steps are recorded. Raises EngineError where that was asked for and can't be."""
-    if wanted and speculative:
-        raise EngineError(
-            "rollout.cuda_graphs does not go with rollout.speculative, whose verifies have another shape each step; "
-            "leave it null"
-        )
-    can = not speculative and model.on_kernels and model.weights.head.is_cuda
+def records_steps(model: EngineModel, wanted: bool | None) -> bool:
+    """Whether steps without prompts are recorded. Raises EngineError where that was asked for and can't be."""
+    can = model.on_kernels and model.weights.head.is_cuda
     if wanted and not can:
         raise EngineError(
             "rollout.cuda_graphs needs CUDA and rollout.kernels: fused; leave it null, or set it to false"

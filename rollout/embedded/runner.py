@@ -28,10 +28,13 @@ from miles_k3.rollout.embedded.request import Request, Stage
 from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
 from miles_k3.rollout.embedded.scheduler import Scheduler, Step
 from miles_k3.rollout.embedded.speculation import Speculator
+from miles_k3.rollout.embedded.taps import Taps
 from miles_k3.types import FinishReason
 
 if TYPE_CHECKING:  # Triton is not everywhere
-    from miles_k3.rollout.embedded.fused.graphs import DecodeGraphs
+    from miles_k3.rollout.embedded.fused.graphs import StepGraphs
+    from miles_k3.rollout.embedded.fused.graphs.decode import DecodeResults
+    from miles_k3.rollout.embedded.fused.graphs.verify import VerifyResults
 
 LOGIT_ELEMENTS = 1 << 25  # logits held at once while scoring
 COUNTERS = (
@@ -81,16 +84,23 @@ class Runner:
         *,
         overlap: bool,
         speculator: Speculator | None = None,
-        graphs: DecodeGraphs | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self.model, self.store, self.scheduler, self.memory = model, store, scheduler, memory
         self.pool, self.device, self.overlap = memory.pool, memory.pool.device, overlap
         self.speculator = speculator
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.seconds: dict[str, float] = {"prefill_s": 0.0, "decode_s": 0.0}
-        self.graphs = graphs
+        self.use_graphs(graphs)
         self._in_flight: InFlight | None = None
         self._sampling: tuple[tuple[Request, ...], SamplingBatch] | None = None
+
+    def use_graphs(self, graphs: StepGraphs | None) -> None:
+        """Replay what they take; None: every step is launched kernel by kernel."""
+        self.graphs = graphs
+        if self.speculator is not None:
+            self.speculator.draft_graphs = None if graphs is None else graphs.draft
+            self.speculator.drafts.keeps_memory = graphs is not None
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
@@ -124,8 +134,8 @@ class Runner:
         if settled is not None and self.speculator is not None:
             limits = self.speculator.limits(self.scheduler, step.decodes)
         self.pool.flush()
-        if self.graphs is not None and not (step.chunks or step.ready) and self.graphs.takes(step.decodes):
-            return self._replay(self.graphs, step)
+        if self.graphs is not None and not (step.chunks or step.ready) and self.graphs.takes(step.decodes, limits):
+            return self._replay(self.graphs, step, limits, settled)
         x_BH, members = [], []
         if step.decodes or step.chunks:
             with self.pool.forward():
@@ -147,18 +157,46 @@ class Runner:
         x_BH += [ending.x_H.unsqueeze(0) for _, ending in step.ready]
         return self._draw(members, torch.cat(x_BH)) if members else None
 
-    def _replay(self, graphs: DecodeGraphs, step: Step) -> InFlight:
-        """A step of decoding requests alone, recorded."""
-        count = len(step.decodes)
+    def _replay(
+        self, graphs: StepGraphs, step: Step, limits: NDArray[np.int64] | None, settled: list[Settled] | None
+    ) -> InFlight | None:
+        """A step of decoding requests alone, recorded: a verify where something is drafted."""
+        requests, count = step.decodes, len(step.decodes)
         with self.pool.forward():
-            tokens_T, recorded = graphs.prepare(step.decodes)
-            self._feed_in_flight(tokens_T, step.decodes)
+            if limits is not None and settled is not None and (found := self._replay_verify(graphs, requests, limits)):
+                settled += found
+                self._advance(step, self._moved(step, settled), self.model.weights.embed[:0])
+                return None
+            tokens_T, recorded = graphs.decode.prepare(requests)
+            self._feed_in_flight(tokens_T, requests)
             recorded.replay()
-        wanted = [r.params.return_routed_experts for r in step.decodes]
+        left = recorded.left
+        self._file_recorded(requests, [1] * count, left)
+        self._advance(step, self._moved(step, None), left.drawn_3T)
+        return self._sent(requests, left.tokens_T[:count], left.drawn_3T[:, :count])
+
+    def _replay_verify(
+        self, graphs: StepGraphs, requests: Sequence[Request], limits: NDArray[np.int64]
+    ) -> list[Settled] | None:
+        """None where nothing is verified."""
+        if self.speculator is None or graphs.rounds is None:
+            return None
+        begun = graphs.rounds.begin(requests, limits, self._sampling_batch(requests))
+        if begun is None:
+            return None
+        self._file_recorded(requests, begun.launched.lengths.tolist(), begun.launched.results)
+        return graphs.rounds.end(begun)
+
+    def _file_recorded(
+        self, requests: Sequence[Request], counts: list[int], left: DecodeResults | VerifyResults
+    ) -> None:
+        """What a graph leaves beside its tokens, of so many rows of each request."""
+        total, wanted = sum(counts), [r.params.return_routed_experts for r in requests]
         if any(wanted):
-            self._file_routes(step.decodes, wanted, recorded.routed_TMK[:count].split(1))
-        self._advance(step, self._moved(step, None), recorded.drawn_3T)
-        return self._sent(step.decodes, recorded.tokens_T[:count], recorded.drawn_3T[:, :count])
+            self._file_routes(requests, wanted, left.routed_TMK[:total].split(counts))
+        if self.speculator is not None and left.taps_TW is not None and left.x_TH is not None:
+            taps = Taps(layers=self.speculator.at.config.target_layer_ids, rows_TW=left.taps_TW[:total])
+            self.speculator.keep(requests, counts, taps, left.x_TH[:total])
 
     def _feed_in_flight(self, tokens_T: Tensor, decodes: Sequence[Request]) -> None:
         """Put tokens that the step in flight is sampling where they are fed."""
@@ -223,9 +261,8 @@ class Runner:
 
     def _sent(self, requests: Sequence[Request], tokens_B: Tensor, drawn_3B: Tensor) -> InFlight:
         """What was drawn is on its way to the host."""
-        event = None
+        event, drawn_3B = None, drawn_3B.to("cpu", non_blocking=True, copy=True)  # a graph's own is soon written over
         if self.device.type == "cuda":
-            drawn_3B = drawn_3B.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
         for request in requests:
@@ -236,7 +273,7 @@ class Runner:
         """Copies to the host; they are whole when the step's tokens are."""
         for request, wants, part in zip(requests, wanted, parts, strict=True):
             if wants:
-                request.routed.append(part.to("cpu", non_blocking=True))
+                request.routed.append(part.to("cpu", non_blocking=True, copy=True))
 
     def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
         """The parameters as tensors, kept while the batch stays the same."""

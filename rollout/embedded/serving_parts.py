@@ -11,6 +11,7 @@ from miles_k3.rollout.cache.layout import Layout
 from miles_k3.rollout.cache.memory import BlockPool
 from miles_k3.rollout.cache.split import SplitPool
 from miles_k3.rollout.cache.unified import UnifiedPool
+from miles_k3.rollout.embedded.fused.graphs import GraphParts, Recorder, StepGraphs
 from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.model import EngineModel
 from miles_k3.rollout.embedded.prefix import Prefixes
@@ -65,11 +66,10 @@ class Serving:
         )  # fmt: skip
         graphs = None
         if self.cuda_graphs:
-            from miles_k3.rollout.embedded.fused.graphs import DecodeGraphs  # Triton is not everywhere
-
-            graphs = DecodeGraphs(
-                model, store, memory, max_running=self.max_running, max_pages=self.pages_per_request
-            )  # fmt: skip
+            graphs = StepGraphs(GraphParts(
+                model=model, store=store, memory=memory, speculator=speculator, recorder=Recorder(),
+                max_running=self.max_running, max_pages=self.pages_per_request,
+            ))  # fmt: skip
         runner = Runner(
             model, store, memory, scheduler, overlap=self.overlap, speculator=speculator, graphs=graphs
         )  # fmt: skip

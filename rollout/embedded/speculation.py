@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ from miles_k3.rollout.speculative.serving_draft import ServingDraft
 from miles_k3.rollout.speculative.state_keeper import StateKeeper
 from miles_k3.types import FinishReason
 
+if TYPE_CHECKING:  # Triton is not everywhere
+    from miles_k3.rollout.embedded.fused.graphs.draft import DraftGraphs
+
 COUNTERS = (
     "verify_steps",
     "drafted_tokens",  # and verified
@@ -62,6 +66,8 @@ class Speculator:
         self.replay: ReplayBuffer | None = None
         self.keeper: StateKeeper | None = None  # while somebody wants the rollouts' hidden states
         self.audit: CommitAudit | None = None  # set one to have every commit checked
+        self.draft_graphs: DraftGraphs | None = None
+        self.drafts_ahead = True  # a graph may draft what it verifies; false where somebody stands in for `_draft`
         self.wake()
 
     # --- memory -------------------------------------------------------------------------------------------------
@@ -120,8 +126,31 @@ class Speculator:
             at_S = put(chosen, self._device)
             drafted = self._draft(model, memory, [requests[i] for i in chosen], sampling.rows(at_S), probs_RGV, at_S)
             tokens_RG[chosen], confidence_RG[chosen] = drafted
+        proposal = self.choose(requests, limits_R, tokens_RG, confidence_RG, probs_RGV)
+        if proposal is not None:
+            self.note_states(memory, requests)
+        return proposal
+
+    def note_states(self, memory: RequestMemory, requests: Sequence[Request]) -> None:
+        """Ahead of a verify, for the audit."""
+        if self.audit is not None:
+            self.audit.before(memory.pool, _rows(memory, requests))
+
+    def note_commit(
+        self, memory: RequestMemory, requests: Sequence[Request], kept: Sequence[int], firsts: Sequence[int]
+    ) -> None:
+        """Behind it. `firsts`: each request's first row."""
+        if self.audit is not None and self.replay is not None:
+            self.audit.after(memory.pool, _rows(memory, requests), kept, firsts, self.replay)
+
+    def choose(
+        self, requests: Sequence[Request], limits_R: NDArray[np.int64], tokens_RG: NDArray[np.int64],
+        confidence_RG: NDArray[np.float64], probs_RGV: Tensor | None = None,
+    ) -> Proposal | None:  # fmt: skip
+        """What is verified of drafted blocks; None: nothing."""
+        rejects = self.at.accept is AcceptMode.REJECTION
         useful_R = np.minimum(limits_R, up_to_stop(tokens_RG, requests))
-        self.planner.calibration.observe_room(useful_R[members])
+        self.planner.calibration.observe_room(useful_R[limits_R > 0])
         # Under rejection no budget may depend on what was drafted; whatever is behind a stop token is never committed.
         known_R = limits_R if rejects else useful_R
         verified_R = np.minimum(self.planner.plan(confidence_RG, known_R), useful_R)
@@ -129,8 +158,6 @@ class Speculator:
             return None
         tokens = tuple(tuple(row[:n].tolist()) for row, n in zip(tokens_RG, verified_R.tolist(), strict=True))
         assert self.replay is not None  # awake
-        if self.audit is not None:
-            self.audit.before(memory.pool, _rows(memory, requests))
         return Proposal(
             requests=tuple(requests), tokens=tokens, confidence_RG=confidence_RG, probs_RGV=probs_RGV,
             drafted=Drafted(tokens=tokens, replay=self.replay),
@@ -141,6 +168,8 @@ class Speculator:
         probs_RGV: Tensor | None, at_S: Tensor,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
         """Tokens [S, G] and confidences of one block each, on the host."""
+        if self.draft_graphs is not None and self.draft_graphs.takes(requests):
+            return self.draft_graphs.draft(requests)
         anchors = [r.num_cached for r in requests]
         table_SP = put(memory.page_rows(requests, max(anchors)), self._device)
         rows_SPZC = memory.pool.draft[0].index_select(0, table_SP.flatten())
@@ -196,13 +225,19 @@ class Speculator:
     ) -> list[Settled]:
         """Judge, append what is committed to the requests, and move their caches on by it. Inside `forward`."""
         assert batch.verify is not None
-        steps, requests = batch.verify.steps, proposal.requests
-        found = self._judge(proposal, logits_TV, steps.packed, sampling)
-        settled, kept, accepted_R = [], [], np.zeros(len(requests), dtype=np.int64)
-        sound_R = np.ones(len(requests), dtype=bool)
-        for b, (request, first) in enumerate(zip(requests, steps.packed.cu_seqlens.tolist(), strict=False)):
+        packed = batch.verify.steps.packed
+        found = self._judge(proposal, logits_TV, packed, sampling)
+        settled = self.accept(proposal, found, packed.cu_seqlens.tolist())
+        self._commit(memory, batch, proposal.requests, [s.count for s in settled])
+        return settled
+
+    def accept(self, proposal: Proposal, found: Judged, firsts: Sequence[int]) -> list[Settled]:
+        """Append what is committed to the requests, whose first rows are `firsts`, and learn from it."""
+        settled, accepted_R = [], np.zeros(len(proposal.requests), dtype=np.int64)
+        sound_R = np.ones(len(proposal.requests), dtype=bool)
+        for b, (request, first) in enumerate(zip(proposal.requests, firsts, strict=False)):
             tokens, logprobs, is_finite = found.of_request(b, first)
-            accepted_R[b], sound_R[b] = len(tokens) - 1, is_finite
+            accepted_R[b], sound_R[b] = min(len(tokens) - 1, len(proposal.tokens[b])), is_finite
             count, reason = 0, None
             if is_finite:
                 count, reason = request.accept_block(tokens, logprobs)
@@ -212,8 +247,6 @@ class Speculator:
             else:
                 reason = FinishReason.ERROR
             settled.append(Settled(request=request, count=count, reason=reason))
-            kept.append(count)
-        self._commit(memory, batch, requests, kept)
         self.planner.calibration.observe(
             proposal.confidence_RG[sound_R], proposal.lengths[sound_R], accepted_R[sound_R]
         )  # fmt: skip
@@ -244,13 +277,16 @@ class Speculator:
         pool, steps = memory.pool, batch.verify.steps
         rows, replay = _rows(memory, requests), batch.verify.replay
         replay.fold_(pool.states, pool.windows, rows, kept, steps)
-        if self.audit is not None:
-            self.audit.after(pool, rows, kept, steps, replay)
+        self.note_commit(memory, requests, kept, steps.packed.cu_seqlens.tolist())
         gone_T = steps.packed.cols_T >= put(kept, self._device)[steps.packed.rows_T]
         gone = batch.write_T[: len(gone_T)][gone_T]
         for part in (pool.kv, pool.draft):
             part.flatten(1, 2).index_fill_(1, gone, 0.0)
-        for request, count, length in zip(requests, kept, steps.lengths, strict=True):
+        self.move_on(requests, kept, steps.lengths)
+
+    def move_on(self, requests: Sequence[Request], kept: Sequence[int], lengths: Sequence[int]) -> None:
+        """The requests' books: so many of the verified positions are cached now."""
+        for request, count, length in zip(requests, kept, lengths, strict=True):
             request.num_cached += count
             if self.keeper is not None:
                 self.keeper.kept(request, count)

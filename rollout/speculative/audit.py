@@ -19,7 +19,6 @@ from torch import Tensor
 from miles_k3.k3.ops.decode import kda_step_, short_conv_step_
 from miles_k3.rollout.cache.memory import BlockPool
 from miles_k3.rollout.speculative.replay import ReplayBuffer
-from miles_k3.rollout.speculative.verify import VerifySteps
 
 
 @dataclass(slots=True, eq=False)
@@ -39,13 +38,12 @@ class CommitAudit:
         self._before = pool.states[:, at].clone(), pool.windows[:, at].clone()
 
     def after(
-        self, pool: BlockPool, rows: Sequence[int], kept: Sequence[int], steps: VerifySteps, replay: ReplayBuffer
+        self, pool: BlockPool, rows: Sequence[int], kept: Sequence[int], firsts: Sequence[int], replay: ReplayBuffer
     ) -> None:
-        """The same requests, committed."""
+        """The same requests, committed; `firsts` are their first positions in `replay`."""
         assert self._before is not None
         states_LBNKV, windows_LBWD = self._before
         self.commits += 1
-        firsts = steps.packed.cu_seqlens.tolist()
         for b, (row, count) in enumerate(zip(rows, kept, strict=True)):
             state, window = states_LBNKV[:, b : b + 1], windows_LBWD[:, b : b + 1]
             for t in range(firsts[b], firsts[b] + count):

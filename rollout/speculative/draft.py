@@ -58,8 +58,7 @@ class DraftModel:
     """`weights` by published name; `embed_VH` and `head_VH` are the target's own tensors, and stay frozen."""
 
     def __init__(self, config: DraftConfig, weights: Mapping[str, Tensor], embed_VH: Tensor, head_VH: Tensor) -> None:
-        if problems := _misfits(config, weights):
-            raise CheckpointError("\n".join(problems))
+        refuse_misfits(config, weights)
         self.config, self.weights = config, weights
         self.embed_VH, self.head_VH = embed_VH, head_VH
         self.rotary = Rotary(config, embed_VH.device)
@@ -172,7 +171,8 @@ def drawn(logits_SV: Tensor, uniforms_S: Tensor) -> Tensor:
     return (cdf_SV <= uniforms_S.unsqueeze(1) * cdf_SV[:, -1:]).sum(-1).clamp(max=logits_SV.shape[1] - 1)
 
 
-def _misfits(config: DraftConfig, weights: Mapping[str, Tensor]) -> list[str]:
+def refuse_misfits(config: DraftConfig, weights: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError for weights of another draft."""
     wanted = {p.name: p.shape for p in draft_params(config)}
     problems = [
         f"the draft's tensor {name} is missing; config.json asks for it" for name in wanted.keys() - weights.keys()
@@ -183,4 +183,5 @@ def _misfits(config: DraftConfig, weights: Mapping[str, Tensor]) -> list[str]:
         for name, shape in wanted.items()
         if name in weights and tuple(weights[name].shape) != shape
     ]
-    return sorted(problems)
+    if problems:
+        raise CheckpointError("\n".join(sorted(problems)))

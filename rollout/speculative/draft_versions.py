@@ -25,6 +25,8 @@ class DraftVersions:
     ) -> None:
         self.config, self._target, self._dtype = config, (embed_VH, head_VH), dtype
         self._models: list[tuple[int, ServingDraft]] = []
+        self.keeps_memory = False  # whether the next draft is copied to where one that is gone was: graphs read there
+        self._spare: ServingDraft | None = None
         self.load(FIRST_VERSION, weights)
 
     @property
@@ -40,14 +42,25 @@ class DraftVersions:
         CheckpointError when the weights are another draft's."""
         if self._models and version < self.newest:
             raise AdapterError(f"a draft for adapter v{version} came after the one for v{self.newest}")
-        own = {
-            name: w.detach().to(device=self._target[0].device, dtype=self._dtype, copy=True)
-            for name, w in weights.items()
-        }
-        model = ServingDraft(self.config, own, *self._target)
+        model = self._made(weights)
         if self._models and version == self.newest:
-            self._models.pop()
+            self._set_aside([self._models.pop()[1]])
         self._models.append((version, model))
+
+    def _made(self, weights: Mapping[str, Tensor]) -> ServingDraft:
+        if self._spare is None:
+            own = {
+                name: w.detach().to(device=self._target[0].device, dtype=self._dtype, copy=True)
+                for name, w in weights.items()
+            }
+            return ServingDraft(self.config, own, *self._target)
+        self._spare.refill(weights)
+        model, self._spare = self._spare, None
+        return model
+
+    def _set_aside(self, gone: Sequence[ServingDraft]) -> None:
+        if self.keeps_memory and gone:
+            self._spare = gone[-1]
 
     def of(self, version: int) -> ServingDraft:
         """The draft of an adapter version."""
@@ -56,7 +69,15 @@ class DraftVersions:
     def forget_all_but(self, live: Iterable[int]) -> None:
         """Drop drafts that none of the live versions uses; the newest one stays."""
         used = {id(self.of(version)) for version in live} | {id(self._models[-1][1])}
+        gone = [m for _, m in self._models if id(m) not in used]
         self._models = [(first, m) for first, m in self._models if id(m) in used]
+        self._set_aside(gone)
+
+    def used_by(self, versions: Sequence[int]) -> tuple[tuple[ServingDraft, ...], list[int]]:
+        """The drafts of these versions, the older first, and the place of each version's own among them."""
+        own = [self.of(version) for version in versions]
+        models = tuple(m for _, m in self._models if any(m is o for o in own))
+        return models, [next(i for i, m in enumerate(models) if m is o) for o in own]
 
     def groups(self, versions: Sequence[int]) -> list[tuple[ServingDraft, list[int]]]:
         """Drafts, and the indices of the versions that are theirs."""

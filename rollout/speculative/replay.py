@@ -88,7 +88,8 @@ class ReplayBuffer:
         if len(set(slots)) != len(steps.lengths):
             raise EngineError(f"{len(steps.lengths)} requests need as many slots, got {list(slots)}")
         if self.on_kernels:
-            self._fold_on_kernels(states_LSNKV, windows_LSWD, slots, kept, steps)
+            slots_B, kept_B = put(slots, states_LSNKV.device), put(kept, states_LSNKV.device)
+            self.fold_rows_(states_LSNKV, windows_LSWD, slots_B, steps.packed.cu_seqlens[:-1], kept_B)
             return
         order = [b for b in sorted(range(len(kept)), key=lambda b: -kept[b]) if kept[b]]
         per_request = states_LSNKV[:, 0].numel() * states_LSNKV.element_size()
@@ -101,13 +102,13 @@ class ReplayBuffer:
             self._fold_states(states_LSNKV.transpose(0, 1), slots_B, firsts, counts)
             self._roll_windows(windows_LSWD.transpose(0, 1), slots_B, firsts, counts)
 
-    def _fold_on_kernels(
-        self, states_LSNKV: Tensor, windows_LSWD: Tensor, slots: Sequence[int], kept: Sequence[int], steps: VerifySteps
+    def fold_rows_(
+        self, states_LSNKV: Tensor, windows_LSWD: Tensor, slots_B: Tensor, firsts_B: Tensor, kept_B: Tensor
     ) -> None:
+        """The same by the kernels, of numbers on the device: no shape depends on them. Negative slots are padding."""
         from miles_k3.k3.kernels.kda_verify import kda_fold_  # Triton is not everywhere
 
-        slots_B, kept_B = put(slots, states_LSNKV.device), put(kept, states_LSNKV.device)
-        kda_fold_(states_LSNKV, windows_LSWD, slots_B, steps.packed.cu_seqlens[:-1], kept_B, self)
+        kda_fold_(states_LSNKV, windows_LSWD, slots_B, firsts_B, kept_B, self)
 
     def _fold_states(self, states_SLNKV: Tensor, slots_B: Tensor, firsts: list[int], counts: list[int]) -> None:
         """`counts` descend, so that who is still there at a step comes first."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from miles_k3.k3.draft_config import DraftConfig
 from miles_k3.k3.draft_params import FC, HIDDEN_NORM, draft_layer
 from miles_k3.k3.ops.decode import rms_norm
-from miles_k3.rollout.speculative.draft import DraftContext, DraftModel
+from miles_k3.rollout.speculative.draft import DraftContext, DraftModel, refuse_misfits
 
 
 class ServingDraft(DraftModel):
@@ -26,8 +26,17 @@ class ServingDraft(DraftModel):
         names = [f"{p}{kind}_proj.weight" for p in attention for kind in "kv"]
         self._context_CH = torch.cat([weights[name] for name in names])
         self._k_norm_L1D = torch.stack([weights[p + "k_norm.weight"] for p in attention]).unsqueeze(1)
-        # The weights are views of it from here on, so that nothing is held twice.
-        self.weights = {**weights, **dict(zip(names, self._context_CH.chunk(len(names)), strict=True))}
+        # The weights are views of these from here on, so that nothing is held twice.
+        names += [p + "k_norm.weight" for p in attention]
+        views = (*self._context_CH.chunk(2 * len(attention)), *self._k_norm_L1D.squeeze(1))
+        self.weights = {**weights, **dict(zip(names, views, strict=True))}
+
+    @torch.no_grad()
+    def refill(self, weights: Mapping[str, Tensor]) -> None:
+        """Other weights of the same config, copied to where these are. Raises CheckpointError for another draft's."""
+        refuse_misfits(self.config, weights)
+        for name, own in self.weights.items():
+            own.copy_(weights[name])
 
     def context_rows(self, taps_TW: Tensor, positions_T: Tensor) -> Tensor:
         """`context` of tokens at any positions: rows [T, C], layer by layer keys, then values."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from helpers.tiny import draw_seed, tiny_config
 from torch import Tensor
 
 from miles_k3.k3.draft_config import DraftConfig
-from miles_k3.k3.draft_params import draft_params
+from miles_k3.k3.draft_params import MARKOV_W1, MARKOV_W2, draft_params
 from miles_k3.k3.params import LM_HEAD, TEXT
 from miles_k3.rollout.speculative.blocks import Example
 from miles_k3.rollout.speculative.draft import DraftModel
@@ -48,6 +50,18 @@ def small_weights(config: DraftConfig, seed: int = 0) -> dict[str, Tensor]:
         scaled = 1.0 + 0.3 * normal if p.name.endswith("norm.weight") else normal * p.shape[-1] ** -0.5
         out[p.name] = scaled.bfloat16().float()
     return out
+
+
+def telling_weights(config: DraftConfig, answers: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """A draft that knows, by its Markov head alone, which token last followed each one in `answers`."""
+    weights, size = small_weights(config), config.vocab_size
+    assert config.markov_rank == size
+    weights[MARKOV_W1], weights[MARKOV_W2] = torch.eye(size), torch.zeros(size, size)
+    for answer in answers:
+        for token, following in pairwise(answer):
+            weights[MARKOV_W2][:, token] = 0.0
+            weights[MARKOV_W2][following, token] = 60.0
+    return weights
 
 
 def small_draft(dtype: torch.dtype = torch.float32, **changes: Any) -> DraftModel:

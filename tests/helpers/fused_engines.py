@@ -8,21 +8,25 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from helpers.drafts import small_config, small_weights
 from helpers.engines import ADAPTER, ask, poison_before_steps, random_prompts
+from helpers.no_sync import NoSync, apart
 from helpers.speculating import Knowing, book_of
 from helpers.tiny import tiny_adapter, tiny_config, tiny_weights
+from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
 
-from miles_k3.adapters.store import AdapterSlot
 from miles_k3.adapters.update import make_update
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.params import text_params
 from miles_k3.k3.weights import build_base
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
-from miles_k3.rollout.embedded.fused.graphs import BatchInputs, DecodeGraphs, Recorded
+from miles_k3.rollout.embedded.fused.graphs import GraphParts, Recorder, StepGraphs
+from miles_k3.rollout.embedded.fused.graphs.recording import Recorded
 from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.types import AdapterUpdate, Completion, SamplingParams
 
@@ -57,19 +61,27 @@ def make(kernels: str, *, device: str = "cpu", dtype: torch.dtype = torch.float3
 
 
 def reexecuted(engine: EmbeddedEngine) -> EmbeddedEngine:
-    """Decode steps through `DecodeGraphs`, where a replay runs the step again: for devices that record nothing."""
+    """Steps through graphs whose replay runs the step again: for devices that record nothing."""
 
-    class Reexecuted(DecodeGraphs):
-        def _record(self, inputs: BatchInputs, slots: list[AdapterSlot]) -> Recorded:
-            left = self._step(inputs, slots)
+    class Reexecuting(Recorder):
+        def _record[Left: tuple[Tensor | None, ...]](self, step: Callable[[], Left]) -> Recorded[Left]:
+            with NoSync():
+                left = step()
 
             def replay() -> None:
-                for old, new in zip(left, self._step(inputs, slots), strict=True):
-                    old.copy_(new)
+                with NoSync():
+                    found = step()
+                for old, new in zip(left, found, strict=True):
+                    if old is not None and new is not None:
+                        old.copy_(new)
 
-            return Recorded(replay=replay, tokens_T=left[0], drawn_3T=left[1], routed_TMK=left[2])
+            return Recorded(replay=replay, left=left)
 
-    engine.runner.graphs = Reexecuted(engine._model, engine.store, engine.memory, max_running=3, max_pages=16)
+    parts = GraphParts(
+        model=engine._model, store=engine.store, memory=engine.memory, speculator=engine.speculator,
+        recorder=Reexecuting(), max_running=engine.max_running, max_pages=engine._options.pages_per_request,
+    )  # fmt: skip
+    engine.runner.use_graphs(StepGraphs(parts))
     return engine
 
 
@@ -123,13 +135,14 @@ def speculating(count: int, tokens: int, **options: Any) -> tuple[dict[str, floa
     poison_before_steps(fused)
     assert fused.speculator is not None
     knowing = Knowing(book_of(prompts, params, expected), 3, config.block_size)
-    fused.speculator._draft = knowing  # type: ignore[method-assign]
+    fused.speculator._draft, fused.speculator.drafts_ahead = knowing, False  # type: ignore[method-assign]
     fused.load_adapter(update_of(0, fused.config))
     found = differences(expected, ask(fused, prompts, params))
     return found, int(fused.speculator.counters["accepted_tokens"])
 
 
 def main() -> None:
+    GridExecutor.__call__ = apart(GridExecutor.__call__)  # type: ignore[method-assign]
     settings: dict[str, Any] = {"prefill_chunk_tokens": 24, "max_running": 3}
     plain = run(make("plain", **settings), 3, 3)
     eager, recorded = make("fused", **settings), reexecuted(make("fused", overlap=True, **settings))

@@ -33,6 +33,7 @@ def speculating_engine(book: Book | None = None, *, every: int = 3, how: Mapping
     assert engine.speculator is not None
     engine.speculator.audit = CommitAudit(engine.runner.model.conv_weights())
     if book is not None:
+        engine.speculator.drafts_ahead = False
         engine.speculator._draft = Knowing(book, every, config.block_size)  # type: ignore[method-assign]
     return engine
 

@@ -68,7 +68,7 @@ def kda_fold_(states_LSNKV: Tensor, windows_LSWD: Tensor, slot_B: Tensor, first_
               ) -> None:  # fmt: skip
     """Move each slot on by `count_B` positions from `first_B`, in place; what lies behind them is never read.
 
-    Padding has a negative slot and a count of 0.
+    Padding has a negative slot.
     """
     layers, _, heads, keys, values = states_LSNKV.shape
     batch, taps, channels = slot_B.shape[0], windows_LSWD.shape[2], windows_LSWD.shape[3]
@@ -166,9 +166,9 @@ def _fold(state_ptr, slot_ptr, first_ptr, count_ptr, k_ptr, v_ptr, g_ptr, beta_p
           HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, LAYERS: tl.constexpr):  # fmt: skip
     head, request, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     count = tl.load(count_ptr + request)
-    if count == 0:
-        return
     slot = tl.load(slot_ptr + request).to(tl.int64)
+    if (count == 0) | (slot < 0):
+        return
     row = tl.load(first_ptr + request).to(tl.int64)
     end = row + count
     key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)
@@ -197,10 +197,11 @@ def _roll(window_ptr, raw_ptr, slot_ptr, first_ptr, count_ptr, layer_stride, slo
     request, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(count_ptr + request)
-    if count == 0:
+    slot = tl.load(slot_ptr + request).to(tl.int64)
+    if (count == 0) | (slot < 0):
         return
     first = tl.load(first_ptr + request).to(tl.int64)
-    window_ptr += layer * layer_stride + tl.load(slot_ptr + request).to(tl.int64) * slot_stride
+    window_ptr += layer * layer_stride + slot * slot_stride
     raw_ptr += layer * raw_layer
     for tap in tl.static_range(TAPS):
         behind = count - TAPS + tap  # position of the request that belongs here; before 0: in the old window

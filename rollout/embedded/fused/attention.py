@@ -64,11 +64,11 @@ class FusedKda(KdaLayer):
         products_(x_TH, [*parts, *(Product(t.t(), out) for t, out in small)])
         products_(low_TK, [Product(w.f_b_t.t(), f_TD)])
         f_TNK, out, n = f_TD.view(num_tokens, self.heads, -1), [], batch.num_decodes
-        if batch.verify is not None and batch.pool is not None:
-            at, gate_TNV = batch.verify, gate_TD[:n].view(n, self.heads, -1)
+        if (at := batch.verify_rows) is not None and batch.pool is not None:
+            gate_TNV = gate_TD[:n].view(n, self.heads, -1)
             o_TNV = kda_verify_positions(
                 raw_TD[:n], f_TNK[:n], beta_TN[:n], gate_TNV, self._decode_weights, batch.pool.states[self.index],
-                batch.pool.windows[self.index], at.slots_B, at.steps.packed.cu_seqlens, at.replay, self.index,
+                batch.pool.windows[self.index], at.slots_B, at.cu_B1, at.replay, self.index,
             )  # fmt: skip
             out.append(o_TNV.flatten(1))
         if batch.decode is not None and batch.pool is not None:
@@ -126,8 +126,8 @@ class FusedMla(MlaLayer):
         if batch.decode is not None and kv_PZC is not None:
             at = batch.decode
             parts.append(mla_decode(q_TNQ[:n], kv_PZC, at.table_BP, at.lengths_B, w.w_k_NPC, w.w_v_NVC))
-        if batch.verify is not None and kv_PZC is not None:
-            parts.append(mla_decode(q_TNQ[:n], kv_PZC, *batch.verify.by_position, w.w_k_NPC, w.w_v_NVC))
+        if (rows := batch.verify_rows) is not None and kv_PZC is not None:
+            parts.append(mla_decode(q_TNQ[:n], kv_PZC, rows.table_TP, rows.seen_T, w.w_k_NPC, w.w_v_NVC))
         if batch.chunks is not None:
             parts.append(self._chunks(q_TNQ[n:], row_TC[n:], batch.chunks, kv_PZC))
         return output_(gated_heads(joined(parts), gate_TD), w.out_t, adapters, self.layer, OUT)

@@ -116,6 +116,11 @@ class Planner:
         plain = requests / float(self.profile.seconds(requests, requests))
         return choose(self._usual(requests) * self.calibration.room(), self.profile).rate > plain
 
+    @property
+    def verifies_all(self) -> bool:
+        """Whether `plan` gives the limits, whatever was drafted."""
+        return self.mode is PlanMode.VERIFY_ALL or (self.mode is PlanMode.TRIM and self.profile is None)
+
     def plan(self, confidence_RG: NDArray[np.float64], limits_R: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
         """Drafted tokens of each request to verify, 0 to G, at most `limits_R` (what is left of it, say): [R].
 
@@ -129,7 +134,7 @@ class Planner:
         most_R = np.full(requests, size) if limits_R is None else np.clip(limits_R, 0, size)
         if self.mode is PlanMode.OFF or not requests:
             return np.zeros(requests, dtype=np.int64)
-        if self.mode is PlanMode.VERIFY_ALL or self.profile is None:
+        if self.verifies_all or self.profile is None:
             return most_R
         allowed_RG = np.arange(size) < most_R[:, None]
         worth_RG = np.cumprod(self.calibration(confidence_RG), axis=1) * allowed_RG

@@ -114,7 +114,7 @@ PLANTS = {
         ReplayBuffer, "_roll_windows", ("taps = old_BLWD", "counts = [n + 1 for n in counts]\n    taps = old_BLWD"),
     ),
     "acceptance is off by one": (
-        acceptance, "_prefix", (".cumprod(1).sum(1)", ".cumprod(1).sum(1).add(1).minimum(packed.lengths_B - 1)"),
+        acceptance, "_prefix", ("== 0)", "== 0).add(1).minimum(packed.lengths_B - 1)"),
     ),
     "tokens are judged by their neighbours": (Speculator, "_judge", ("(*block, 0)", "(0, *block)")),
     "verify writes the state": (

@@ -9,7 +9,9 @@ from helpers.engines import make_engine
 from helpers.interpreted import interpreted
 
 from miles_k3.errors import EngineError
-from miles_k3.rollout.embedded.fused.graphs import BatchInputs, tiers_of
+from miles_k3.rollout.embedded.fused.graphs.decode import decode_fields
+from miles_k3.rollout.embedded.fused.graphs.inputs import StaticInputs, tiers_of
+from miles_k3.rollout.embedded.fused.graphs.verify import Shape, verify_fields
 
 
 @pytest.mark.slow
@@ -26,7 +28,7 @@ def test_kernels_and_recorded_steps_equal_the_plain_engine() -> None:
 
 
 def test_a_batch_is_padded_with_rows_that_touch_nothing() -> None:
-    inputs = BatchInputs(4, 3, torch.device("cpu"))
+    inputs = StaticInputs(decode_fields(4, 3), torch.device("cpu"))
     table = np.array([[5, 6], [7, 0]])
     for _ in range(3):  # both host buffers, and one that was full before
         inputs.fill({"tokens": np.arange(4), "states": np.array([1, 2, 3, 4]), "table": np.full((4, 3), 9)})
@@ -41,6 +43,21 @@ def test_a_batch_is_padded_with_rows_that_touch_nothing() -> None:
         assert at["lengths"] == [0] * 4
         assert at["temperature"] == [1.0] * 4
         assert at["table"] == [[5, 6, 0], [7, 0, 0], [0, 0, 0], [0, 0, 0]]
+    with pytest.raises(KeyError, match="tokenz"):
+        inputs.fill({"tokenz": np.arange(2)})
+
+
+def test_padding_rows_of_a_verify_are_one_request_more() -> None:
+    inputs = StaticInputs(verify_fields(Shape(requests=2, rows=4, pages=0), 3, 2, padding_page=9), torch.device("cpu"))
+    for _ in range(2):
+        inputs.fill({})
+        at = {name: view.tolist() for name, view in inputs.on_device.items()}
+        assert (at["cu"], at["rows"], at["seen"], at["writes"]) == ([0, 0, 0, 4], [2] * 4, [0] * 4, [-1] * 4)
+        assert (at["states"], at["slots"], at["table"]) == ([-1] * 3, [-1] * 3, [[9, 9]] * 3)
+        inputs.fill({"cu": np.array([0, 3, 3, 4]), "rows": np.zeros(3), "stops": np.array([[5], [6]])})
+        at = {name: view.tolist() for name, view in inputs.on_device.items()}
+        assert at["rows"] == [0, 0, 0, 2]
+        assert at["stops"] == [[5, *[-1] * 7], [6, *[-1] * 7], [-1] * 8]
 
 
 @pytest.mark.parametrize("most", [1, 3, 64, 200, 1000])

@@ -1,0 +1,55 @@
+"""The draft's side of a recorded step: its context of new tokens, and its blocks.
+
+Where versions have drafts of their own each draft computes all rows and a row takes its own: no shape depends on whose
+they are. Shapes: T rows, W tap width, R requests, G tokens of a block, P pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from miles_k3.rollout.cache.memory import BlockPool
+from miles_k3.rollout.embedded.fused.graphs.members import sampling_of
+from miles_k3.rollout.embedded.sampler import sample
+from miles_k3.rollout.speculative.serving_draft import ServingDraft
+
+
+def write_context_(
+    pool: BlockPool, drafts: Sequence[ServingDraft], draft_T: Tensor, taps_TW: Tensor, positions_T: Tensor,
+    write_T: Tensor, padding_row: int,
+) -> None:  # fmt: skip
+    """Keys and values of new tokens; padding, whose `write_T` is negative, leaves the zeros of its page as they are."""
+    numbers_TC = _own([d.context_rows(taps_TW, positions_T) for d in drafts], draft_T)
+    real_T = write_T >= 0
+    rows_RC = pool.draft[0].flatten(0, 1)
+    at_T = torch.where(real_T, write_T, padding_row)
+    rows_RC.index_copy_(0, at_T, torch.where(real_T.unsqueeze(1), numbers_TC.to(rows_RC.dtype), 0.0))
+
+
+def draft_blocks(
+    pool: BlockPool, drafts: Sequence[ServingDraft], at: Mapping[str, Tensor], num_pages: int
+) -> tuple[Tensor, Tensor]:
+    """(tokens int64 [R, G], confidences fp32 [R, G]) of one block behind each anchor: the policy's own uniforms."""
+    table_RP = at["table"][:, :num_pages]
+    rows_RTC = pool.draft[0].index_select(0, table_RP.flatten()).view(table_RP.shape[0], -1, pool.draft.shape[-1])
+    drawing, tokens, confidences = sampling_of(at), [], []
+    for draft in drafts:
+        block = draft.draft(
+            at["anchors"], at["contexts"], draft.context_of(rows_RTC),
+            choose=lambda logits_RV, k: sample(logits_RV, drawing, at["positions"] + k)[0],
+        )  # fmt: skip
+        sure_RG = block.confidence_SG
+        tokens.append(block.tokens_SG)
+        confidences.append(torch.ones(block.tokens_SG.shape, device=pool.device) if sure_RG is None else sure_RG)
+    return _own(tokens, at["drafts"]), _own(confidences, at["drafts"]).nan_to_num(0.0).clamp(0.0, 1.0)
+
+
+def _own(results: Sequence[Tensor], owner_N: Tensor) -> Tensor:
+    """Of each row what its own draft says."""
+    found = results[0]
+    for i, other in enumerate(results[1:], start=1):
+        found = torch.where((owner_N == i).unsqueeze(1), other, found)
+    return found
