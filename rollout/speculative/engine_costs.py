@@ -10,13 +10,14 @@ import torch
 from miles_k3.errors import EngineError
 from miles_k3.rollout.embedded.batch import Drafted, step_batch
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.embedded.fused.graphs import StepGraphs
 from miles_k3.rollout.embedded.proposal import Proposal
 from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
 from miles_k3.rollout.embedded.scheduler import Step
 from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.planner.calibration import Calibration
-from miles_k3.rollout.speculative.planner.cost import CostProfile, measure_costs
+from miles_k3.rollout.speculative.planner.cost import UNPADDED, CostProfile, Tiers, measure_costs
 from miles_k3.types import SamplingParams
 
 CONTEXT = 64  # tokens that each request has cached
@@ -41,11 +42,19 @@ def measure_engine(engine: EmbeddedEngine, loads: Sequence[int] | None = None, *
         with torch.inference_mode():
             return measure_costs(
                 scratch.verify, scratch.draft, [n for n in found if n <= most], speculator.at.longest - 1,
-                repeats=repeats,
+                repeats=repeats, tiers=_tiers(engine),
             )  # fmt: skip
     finally:
         scratch.close()
         speculator.counters, speculator.planner.calibration = counters, calibration
+
+
+def _tiers(engine: EmbeddedEngine) -> Tiers:
+    """What recorded steps are padded to."""
+    verify = None if engine.runner.graphs is None else engine.runner.graphs.verify
+    if verify is None or not verify.takes_any:
+        return UNPADDED
+    return Tiers(requests=tuple(verify.request_tiers), positions=tuple(verify.row_tiers))
 
 
 def _most_requests(engine: EmbeddedEngine, context: int) -> int:
@@ -86,10 +95,31 @@ class _Scratch:
         self.engine.pool.flush()
 
     def verify(self, count: int, each: int) -> None:
-        """A step of the engine that feeds `each` positions of `count` requests on average, and keeps all of them."""
-        requests, pool, runner = self.requests[:count], self.memory.pool, self.runner
-        sampling = self.sampling.rows(torch.arange(count, device=pool.device))
+        """A step of the engine that feeds `each` positions of `count` requests on average. A graph keeps what it would;
+        of other steps all is kept."""
+        requests = self.requests[:count]
         proposal = None if each == 1 else self._proposal(requests, each)
+        graphs = self.runner.graphs
+        if graphs is not None and graphs.takes(requests, None if proposal is None else proposal.lengths):
+            self._replay(graphs, requests, proposal)
+        else:
+            self._launch(requests, proposal)
+        for request in requests:
+            request.token_ids, request.logprobs, request.num_cached = [0], [0.0], self.context
+        self._wait()
+
+    def _replay(self, graphs: StepGraphs, requests: Sequence[Request], proposal: Proposal | None) -> None:
+        with self.memory.pool.forward():
+            if proposal is not None and graphs.rounds is not None:
+                graphs.rounds.end(graphs.rounds.verify(proposal))
+            else:
+                _, recorded = graphs.decode.prepare(requests)
+                recorded.replay()
+                recorded.left.drawn_3T.tolist()
+
+    def _launch(self, requests: Sequence[Request], proposal: Proposal | None) -> None:
+        pool, runner = self.memory.pool, self.runner
+        sampling = self.sampling.rows(torch.arange(len(requests), device=pool.device))
         drafted = None if proposal is None else proposal.drafted
         with pool.forward():
             batch = step_batch(self.memory, requests, [], drafted=drafted, positions=True)
@@ -100,9 +130,6 @@ class _Scratch:
                 sample(logits_TV, sampling, self._positions(requests))[0].tolist()
             else:
                 self.speculator.settle(self.memory, batch, proposal, logits_TV, sampling)
-        for request in requests:
-            request.token_ids, request.logprobs, request.num_cached = [0], [0.0], self.context
-        self._wait()
 
     def _proposal(self, requests: Sequence[Request], each: int) -> Proposal:
         assert self.speculator.replay is not None

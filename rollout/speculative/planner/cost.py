@@ -53,10 +53,36 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """Numbers of requests and of positions, ascending, up to which an engine pads: all that is padded alike costs the
+    same. None of them: nothing is padded. Beyond the last one neither."""
+
+    requests: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+
+    def load(self, requests: int) -> int:
+        return int(_padded(np.asarray(requests), self.requests))
+
+    def padded(self, requests: int, positions_M: ArrayLike) -> NDArray[np.int64]:
+        """Where only the anchors are fed, a load is padded as one of requests."""
+        x = np.asarray(positions_M, dtype=np.int64)
+        return np.where(x > requests, np.maximum(_padded(x, self.positions), self.load(requests)), self.load(requests))
+
+
+UNPADDED = Tiers()
+
+
+def _padded(x: NDArray[np.int64], tiers: tuple[int, ...]) -> NDArray[np.int64]:
+    at = np.searchsorted(np.array(tiers, dtype=np.int64), x)
+    return np.append(np.array(tiers, dtype=np.int64), 0)[at] + np.where(at == len(tiers), x, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostProfile:
     """Curves by load, ascending."""
 
     curves: tuple[Curve, ...]
+    tiers: Tiers = UNPADDED
 
     def __post_init__(self) -> None:
         loads = [c.requests for c in self.curves]
@@ -64,26 +90,33 @@ class CostProfile:
             raise EngineError(f"a cost profile needs curves of ascending loads, got {loads}")
 
     @classmethod
-    def of(cls, points: Iterable[tuple[int, int, float]], draft_s: Mapping[int, float] | None = None) -> CostProfile:
-        """From measured (requests, positions, seconds): points measured twice are averaged, and a curve that falls,
-        which is noise, is replaced by the nearest one that doesn't."""
+    def of(
+        cls,
+        points: Iterable[tuple[int, int, float]],
+        draft_s: Mapping[int, float] | None = None,
+        tiers: Tiers = UNPADDED,
+    ) -> CostProfile:
+        """From measured (requests, positions, seconds): points measured twice, those of one tier too, are averaged, and
+        a curve that falls, which is noise, is replaced by the nearest one that doesn't."""
         found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for requests, positions, seconds in points:
-            found[requests][positions].append(seconds)
+            found[tiers.load(requests)][int(tiers.padded(requests, positions))].append(seconds)
+        drafts = {tiers.load(requests): seconds for requests, seconds in (draft_s or {}).items()}
         curves = []
         for requests, by_positions in sorted(found.items()):
             places = sorted(by_positions)
             means = [statistics.fmean(by_positions[p]) for p in places]
             fit = isotonic(means, [len(by_positions[p]) for p in places])
-            drafting = (draft_s or {}).get(requests, 0.0)
+            drafting = drafts.get(requests, 0.0)
             curves.append(
                 Curve(requests=requests, draft_s=drafting, positions=tuple(places), seconds=tuple(fit))
             )  # fmt: skip
-        return cls(curves=tuple(curves))
+        return cls(curves=tuple(curves), tiers=tiers)
 
     def seconds(self, requests: int, positions_M: ArrayLike) -> NDArray[np.float64]:
         """Of so many positions, anchors included; linear between loads, the nearest load's outside of them."""
         low, high, share = self._between(requests)
+        positions_M = self.tiers.padded(requests, positions_M)
         if share == 0.0:
             return low.at(positions_M)
         return (1 - share) * low.at(positions_M) + share * high.at(positions_M)
@@ -94,6 +127,7 @@ class CostProfile:
 
     def _between(self, requests: int) -> tuple[Curve, Curve, float]:
         """The curves around a load, and how far it is from the first to the second."""
+        requests = self.tiers.load(requests)
         below = [c for c in self.curves if c.requests <= requests]
         above = [c for c in self.curves if c.requests > requests]
         if not below or not above:
@@ -109,16 +143,19 @@ class CostProfile:
     def load(cls, path: Path) -> CostProfile:
         """Raises EngineError for a file that is no profile."""
         try:
+            content = json.loads(path.read_text())
             curves = [
                 Curve(
                     requests=int(c["requests"]), draft_s=float(c["draft_s"]),
                     positions=tuple(int(p) for p in c["positions"]), seconds=tuple(float(s) for s in c["seconds"]),
                 )
-                for c in json.loads(path.read_text())["curves"]
+                for c in content["curves"]
             ]  # fmt: skip
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            padded = content.get("tiers", {})
+            tiers = Tiers(**{name: tuple(int(n) for n in padded.get(name, ())) for name in ("requests", "positions")})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise EngineError(f"{path} is no cost profile ({error!r}); measure it again") from error
-        return cls(curves=tuple(curves))
+        return cls(curves=tuple(curves), tiers=tiers)
 
 
 def measure_costs(
@@ -129,6 +166,7 @@ def measure_costs(
     *,
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
+    tiers: Tiers = UNPADDED,
 ) -> CostProfile:
     """Time `verify(requests, positions of each)` for 1 to block_size + 1 positions, and `draft(requests)`.
 
@@ -148,4 +186,4 @@ def measure_costs(
         (load, load * each, seconds(partial(verify, load, each))) for load in loads for each in range(1, block_size + 2)
     ]
     drafting = {load: seconds(partial(draft, load)) for load in loads} if draft else None
-    return CostProfile.of(points, drafting)
+    return CostProfile.of(points, drafting, tiers)

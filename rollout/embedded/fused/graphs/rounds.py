@@ -47,11 +47,17 @@ class Rounds:
         proposal = speculator.propose(memory, requests, limits_R, sampling)
         if proposal is None:
             return None
+        return self.verify(proposal)
+
+    def verify(self, proposal: Proposal) -> Round:
+        """Queue a verify of what was drafted before."""
         drafted_RG = np.zeros_like(proposal.confidence_RG, dtype=np.int64)
         for row, tokens in zip(drafted_RG, proposal.tokens, strict=True):
             row[: len(tokens)] = tokens
-        launched = graphs.launch(requests, proposal.lengths + 1, drafted_RG)
-        return Round(requests=tuple(requests), limits_R=limits_R, proposal=proposal, launched=launched)
+        return Round(
+            requests=proposal.requests, limits_R=proposal.lengths, proposal=proposal,
+            launched=self._graphs.launch(proposal.requests, proposal.lengths + 1, drafted_RG),
+        )  # fmt: skip
 
     def end(self, begun: Round) -> list[Settled]:
         """Wait for it, and append what is committed. Raises EngineError where host and device don't agree on that."""

@@ -128,11 +128,15 @@ class VerifyGraphs:
         self._recorded.clear()
         self._inputs.clear()
 
+    @property
+    def takes_any(self) -> bool:
+        """Not under rejection: the draft's distributions, a row of the vocabulary for each drafted token, would have to
+        stay in every tier's memory."""
+        return self._speculator.at.accept is AcceptMode.COUPLED
+
     def takes(self, requests: Sequence[Request]) -> bool:
-        """Whether a verify of these can be one replay. Under rejection it can't: the draft's distributions, a row of
-        the vocabulary for each drafted token, would have to stay in every tier's memory."""
-        coupled = self._speculator.at.accept is AcceptMode.COUPLED
-        return coupled and 0 < len(requests) <= self.request_tiers[-1] and replayable(requests)
+        """Whether a verify of these can be one replay."""
+        return self.takes_any and 0 < len(requests) <= self.request_tiers[-1] and replayable(requests)
 
     def launch(
         self, requests: Sequence[Request], lengths_R: NDArray[np.int64], drafted_RG: NDArray[np.int64] | None

@@ -31,6 +31,8 @@ from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.rollout.speculative import acceptance
 from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.audit import CommitAudit
+from miles_k3.rollout.speculative.engine_costs import measure_engine
+from miles_k3.rollout.speculative.planner.choice import PlanMode
 from miles_k3.rollout.speculative.state_keeper import StateKeeper
 from miles_k3.types import Completion, FinishReason
 
@@ -210,6 +212,23 @@ async def _through_swap(engine: EmbeddedEngine, version: int, weights: dict[str,
     return await asyncio.gather(
         *tasks, *(engine.generate(p, s) for p, s in zip(PROMPTS[7:9], PARAMS[7:9], strict=True))
     )
+
+
+@pytest.mark.slow
+def test_costs_are_those_of_the_graphs(expected: list[Completion]) -> None:
+    """Measured at their tiers, replayed, and nothing is left behind."""
+    engine = recording(telling_engine(expected, max_running=6, page_size=4))
+    assert engine.speculator is not None
+    audit, engine.speculator.audit = engine.speculator.audit, None
+    profile = measure_engine(engine, repeats=1)
+    assert profile.tiers.requests == (1, 2, 4, 6)
+    for curve in profile.curves:
+        assert {*curve.positions[1:]} <= {*profile.tiers.positions}
+    assert engine.runner.graphs.num_recorded > len(profile.curves)  # type: ignore[union-attr]
+    engine.speculator.audit = audit
+    engine.speculator.planner.mode, engine.speculator.planner.profile = PlanMode.TRIM, profile
+    scenarios.assert_same(engine, ask(engine, PROMPTS, PARAMS), expected)
+    assert replays(engine)["verify"] > 0
 
 
 @pytest.mark.slow

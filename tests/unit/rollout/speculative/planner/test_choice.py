@@ -15,7 +15,7 @@ from miles_k3.errors import EngineError
 from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.planner.calibration import Calibration
 from miles_k3.rollout.speculative.planner.choice import PlanMode, Planner, choose, take
-from miles_k3.rollout.speculative.planner.cost import CostProfile
+from miles_k3.rollout.speculative.planner.cost import CostProfile, Tiers
 from miles_k3.rollout.speculative.planner.simulation import CURVES, rates, synthetic_profile
 from miles_k3.types import SamplingParams
 
@@ -26,6 +26,16 @@ def random_profile(rng: np.random.Generator, requests: int, size: int) -> CostPr
     seconds = 1.0 + np.cumsum(steps)
     points = [(requests, requests + i, float(s)) for i, s in enumerate(seconds)]
     return CostProfile.of(points, {requests: float(rng.random())})
+
+
+def test_what_is_padded_anyway_is_verified() -> None:
+    """A choice fills its tier of rows: what is left of it is free."""
+    tiers = Tiers(requests=(4,), positions=(4, 8, 12, 16))
+    profile = CostProfile.of([(4, 4, 1.0), (4, 8, 1.3), (4, 12, 2.0), (4, 16, 3.0)], {4: 0.1}, tiers)
+    for seed in range(20):
+        worth = np.cumprod(np.random.default_rng(seed).random((3, 4)) * 0.5 + 0.5, axis=1)
+        chosen = choose(worth, profile)
+        assert 3 + int(chosen.drafted_R.sum()) in (8, 12, 15), seed
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_k3.errors import EngineError
-from miles_k3.rollout.speculative.planner.cost import CostProfile, Curve, measure_costs
+from miles_k3.rollout.speculative.planner.cost import CostProfile, Curve, Tiers, measure_costs
 from miles_k3.rollout.speculative.planner.isotonic import isotonic
 
 
@@ -54,6 +55,25 @@ def test_file_round_trip(tmp_path: Path) -> None:
     for name in ("torn.json", "other.json", "none.json"):
         with pytest.raises(EngineError, match=f"{name} is no cost profile"):
             CostProfile.load(tmp_path / name)
+
+
+def test_what_is_padded_alike_costs_the_same(tmp_path: Path) -> None:
+    """A recorded engine's stairs: seconds rise from tier to tier only, and plain decoding is no verify."""
+    tiers = Tiers(requests=(4, 8), positions=(4, 8, 12, 16, 24))
+    points = [(4, 4, 1.0), (4, 8, 1.5), (4, 12, 2.0), (3, 11, 2.2), (7, 7, 2.0), (8, 16, 3.0), (7, 21, 4.0)]
+    profile = CostProfile.of(points, {3: 0.25, 7: 0.5}, tiers)
+    assert [c.requests for c in profile.curves] == [4, 8]
+    assert [c.positions for c in profile.curves] == [(4, 8, 12), (8, 16, 24)]
+    assert profile.seconds(3, range(3, 13)).tolist() == [1.0, 1.0, *[1.5] * 4, *[2.1] * 4]
+    assert profile.seconds(4, range(4, 10)).tolist() == [1.0, 1.5, 1.5, 1.5, 1.5, 2.1]
+    assert profile.seconds(7, range(7, 26)).tolist() == [*[2.0] * 2, *[2.5] * 4, *[3.0] * 4, *[4.0] * 8, 4.125]
+    assert [profile.draft_seconds(n) for n in (1, 4, 5, 8)] == [0.25, 0.25, 0.5, 0.5]
+    profile.save(tmp_path / "costs.json")
+    assert CostProfile.load(tmp_path / "costs.json") == profile
+    (tmp_path / "old.json").write_text(
+        json.dumps({"curves": json.loads((tmp_path / "costs.json").read_text())["curves"]})
+    )
+    assert CostProfile.load(tmp_path / "old.json").seconds(4, 10) == 1.8
 
 
 def test_impossible_curves_are_refused() -> None:
