@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_k3.k3.kernels.launch import INTERPRETED, dividing_block, power_of_two
+from miles_k3.k3.kernels.launch import BLACKWELL, INTERPRETED, capability, dividing_block, power_of_two
 from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts, nibble_order, side_by_side, unpack
 from miles_k3.k3.kernels.tiles import Tiles
 
@@ -79,7 +79,9 @@ def forward_shape(num_rows: int, num_experts: int) -> Shape:
 def backward_shape(num_rows: int, num_experts: int) -> Shape:
     """`columns` are four outputs each here, and `outputs` the length of a step of the sum."""
     rows, more = rows_of(num_rows / num_experts)
-    return Shape(outputs=64, columns=32, rows=rows, more_rows=more, warps=8, registers=128)
+    # Triton 3.6 can't pipeline this loop on Blackwell's tensor cores: it stops in the compiler.
+    stages = 1 if rows == 128 and capability() >= BLACKWELL else 3
+    return Shape(outputs=64, columns=32, rows=rows, more_rows=more, warps=8, stages=stages, registers=128)
 
 
 def grouped_mxfp4(x_MD: Tensor, weight: PackedExperts, ends_E: Tensor, shape: Shape | None = None) -> Tensor:

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import os
+from typing import Any
+
+import triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+BLACKWELL = 100
+
+
+def capability() -> int:
+    """The generation that kernels are compiled for: 90 is Hopper; 0 in the interpreter."""
+    if INTERPRETED:
+        return 0
+    target: Any = triton.runtime.driver.active.get_current_target()
+    return int(target.arch)
 
 
 def power_of_two(size: int, *, at_least: int = 1, at_most: int = 1 << 30) -> int:

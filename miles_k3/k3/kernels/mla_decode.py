@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_k3.k3.kernels.launch import INTERPRETED, power_of_two
+from miles_k3.k3.kernels.launch import BLACKWELL, INTERPRETED, capability, power_of_two
 
 TARGET_PROGRAMS = 264  # two for each of an H200's multiprocessors
 TOKENS = 64  # of a step
@@ -49,6 +49,8 @@ def paged_read(q_BNL: Tensor, cache_KGL: Tensor, page_BP: Tensor, length_B: Tens
     head_blocks = triton.cdiv(heads, head_block)
     if num_splits is None:
         num_splits = min(max(1, TARGET_PROGRAMS // (batch * head_blocks)), triton.cdiv(most, TOKENS), 64)
+    # A tile of 64 heads is one for Blackwell's tensor cores, where a second stage is 112 KiB more than there is.
+    stages = 1 if head_block == 64 and capability() >= BLACKWELL else 2
     part = torch.empty(num_splits, batch, heads, latent, device=q_BNL.device)
     lse = torch.empty(num_splits, batch, heads, device=q_BNL.device)
     out = q_BNL.new_empty(batch, heads, latent)
@@ -59,7 +61,7 @@ def paged_read(q_BNL: Tensor, cache_KGL: Tensor, page_BP: Tensor, length_B: Tens
         cache_KGL.stride(1), page_BP.stride(0), batch, scale,
         HEADS=heads, LATENT=latent, EXTRA=width - latent, PAGE=page_size, SPLITS=num_splits, HEAD_BLOCK=head_block,
         LATENT_BLOCK=power_of_two(latent, at_least=16), EXTRA_BLOCK=power_of_two(width - latent, at_least=16),
-        TOKENS=TOKENS, INTERPRETED=INTERPRETED, num_warps=8 if head_block == 64 else 4, num_stages=2,
+        TOKENS=TOKENS, INTERPRETED=INTERPRETED, num_warps=8 if head_block == 64 else 4, num_stages=stages,
     )  # fmt: skip
     _merge[(heads, batch)](
         part, lse, out, batch, HEADS=heads, LATENT=latent, SPLITS=num_splits, SPLIT_BLOCK=power_of_two(num_splits),
