@@ -1,7 +1,8 @@
 """Tokens a second of an engine that doesn't speculate, verifies all, or trims: in one process, turn by turn.
 
 Each mode has an engine of its own on the same base. Every round asks each of them, in an order that moves on, for as
-many answers as the batch, with the same seeds: what differs is time. Spreads are over the rounds.
+many answers as the batch, with the same seeds: what differs is time. Spreads are over the rounds, and modes are
+compared within each of them, since what else a machine does changes from round to round.
 """
 
 from __future__ import annotations
@@ -43,13 +44,17 @@ MODES = (PlanMode.OFF, PlanMode.VERIFY_ALL, PlanMode.TRIM)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """One mode at one batch: generated tokens a second, prompts included in the time; accepted tokens a verify."""
+    """One mode at one batch: generated tokens a second, prompts included in the time, and how many times those of a
+    plain engine in the same round; accepted tokens a verify."""
 
     batch: int
     mode: str
     median: float
     lowest: float
     highest: float
+    beside: float
+    beside_lowest: float
+    beside_highest: float
     accepted: float
     verified: float
 
@@ -57,7 +62,8 @@ class Rate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
     """`known`: pretend that the draft proposes what the policy says with this chance at each token, whatever it drafts;
-    None takes its own tokens. `random_draft`: weights of no use and the shapes of a real one, for costs."""
+    None takes its own tokens. `random_draft`: weights of no use and the shapes of a real one, for costs. `cpu_clock`:
+    seconds of the process instead of the wall's, for an engine on a CPU that others use too."""
 
     batches: Sequence[int]
     new_tokens: int
@@ -67,6 +73,7 @@ class BenchPlan:
     random_weights: bool
     temperature: float
     past_stop: bool
+    cpu_clock: bool = False
 
 
 def bench_modes(
@@ -100,12 +107,11 @@ def bench_modes(
 
 def markdown(rates: Sequence[Rate]) -> str:
     """A line for each batch and mode."""
-    lines = ["| batch | mode | tokens/s, median (range) | beside off | accepted a verify | verified a verify |",
+    lines = ["| batch | mode | tokens/s, median (range) | beside off (range) | accepted a verify | verified a verify |",
              "|---|---|---|---|---|---|"]  # fmt: skip
-    plain = {r.batch: r.median for r in rates if r.mode == PlanMode.OFF}
     lines += [
         f"| {r.batch} | {r.mode} | {r.median:,.0f} ({r.lowest:,.0f}-{r.highest:,.0f}) | "
-        f"{r.median / plain[r.batch]:.2f} | {r.accepted:.2f} | {r.verified:.2f} |"
+        f"{r.beside:.2f} ({r.beside_lowest:.2f}-{r.beside_highest:.2f}) | {r.accepted:.2f} | {r.verified:.2f} |"
         for r in rates
     ]
     return "\n".join(lines)
@@ -126,10 +132,12 @@ def _rates(engines: dict[PlanMode, EmbeddedEngine], prompts: Sequence[Sequence[i
                 found[mode].append(sum(map(len, tokens)) / seconds)
     rates = []
     for mode in MODES:
+        pairs = [a / b for a, b in zip(found[mode], found[PlanMode.OFF], strict=True)]
         verifies, accepted, drafted = (a - b for a, b in zip(_counts(engines[mode]), before[mode], strict=True))
         rates.append(Rate(
             batch=len(prompts), mode=str(mode), median=statistics.median(found[mode]), lowest=min(found[mode]),
-            highest=max(found[mode]), accepted=accepted / max(1, verifies), verified=drafted / max(1, verifies),
+            highest=max(found[mode]), beside=statistics.median(pairs), beside_lowest=min(pairs),
+            beside_highest=max(pairs), accepted=accepted / max(1, verifies), verified=drafted / max(1, verifies),
         ))  # fmt: skip
     return rates
 
@@ -154,9 +162,10 @@ def _ask(
         got = await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, params, strict=True)))
         return [answer.token_ids for answer in got]
 
-    started = time.perf_counter()
+    clock = time.process_time if plan.cpu_clock else time.perf_counter
+    started = clock()
     answers = asyncio.run(run())
-    return time.perf_counter() - started, answers
+    return clock() - started, answers
 
 
 def _counts(engine: EmbeddedEngine) -> tuple[int, int, int]:

@@ -25,7 +25,7 @@ class RequestMemory:
     def __init__(self, pool: BlockPool, *, max_running: int, max_pages: int) -> None:
         self.pool, self.pages = pool, SharedPages(pool)
         self._table = np.zeros((max_running + 1, max_pages), dtype=np.int64)  # page ids; seat 0 is nobody's
-        self._seats = list(range(max_running, 0, -1))
+        self._seats, self.num_seats = list(range(max_running, 0, -1)), max_running
 
     @property
     def page_size(self) -> int:

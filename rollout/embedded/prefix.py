@@ -20,7 +20,7 @@ from miles_k3.rollout.cache.page_alignment import hash_block_size
 from miles_k3.rollout.cache.paged import PagedCache
 from miles_k3.rollout.cache.radix import RadixCache
 from miles_k3.rollout.embedded.memory import RequestMemory
-from miles_k3.rollout.embedded.request import Request, Track
+from miles_k3.rollout.embedded.request import Request, Track, cache_keys
 from miles_k3.rollout.embedded.room import make_room
 
 FINEST_TAIL = 4  # tokens; the paged policy keeps the states of partial blocks at multiples of this
@@ -52,7 +52,7 @@ class Prefixes:
         page = memory.page_size
         self.track_interval = -(-track_interval // page) * page
         self.counters: Counter[str] = Counter({"cached_prompt_tokens": 0, "checkpoints": 0, "tracked": 0})
-        self._versions: set[int] = set()
+        self._keys: set[int] = set()
         self._endings: OrderedDict[tuple[int, tuple[int, ...]], Ending] = OrderedDict()
 
     @classmethod
@@ -69,16 +69,30 @@ class Prefixes:
 
     # --- admission ----------------------------------------------------------------------------------------------
     def find(self, request: Request) -> tuple[Match | None, Ending | None]:
-        """What is cached of `request.feed`, and how it went on if that is all of it."""
-        feed, wants_routes = request.feed, request.params.return_routed_experts
-        ending = self._endings.get((request.version, feed))
+        """What is cached of `request.feed`, and how it went on if that is all of it.
+
+        A request that no draft should follow takes pages with a draft's context too, where those reach further, and is
+        followed then; one that a draft follows takes no others.
+        """
+        found = self._find(request)
+        if request.followed is False:
+            request.followed = True
+            with_context = self._find(request)
+            if _reach(with_context) > _reach(found):
+                return with_context
+            request.followed = False
+        return found
+
+    def _find(self, request: Request) -> tuple[Match | None, Ending | None]:
+        feed, key, wants_routes = request.feed, request.cache_key, request.params.return_routed_experts
+        ending = self._endings.get((key, feed))
         if ending is not None and (ending.routed is not None or not wants_routes):
-            match = self.cache.match(request.version, encode((*feed, NO_TOKEN)))
+            match = self.cache.match(key, encode((*feed, NO_TOKEN)))
             if match.num_tokens == len(feed):
-                self._endings.move_to_end((request.version, feed))
+                self._endings.move_to_end((key, feed))
                 return match, ending
         known = request.num_routed + 1 if wants_routes else len(feed)
-        return (None if known == 1 < len(feed) else self.cache.match(request.version, encode(feed[:known]))), None
+        return (None if known == 1 < len(feed) else self.cache.match(key, encode(feed[:known]))), None
 
     def make_room(self, pages: int, slots: int) -> bool:
         """Evict until so many of both can be taken, together; False when what is left is in use."""
@@ -115,7 +129,7 @@ class Prefixes:
         if len(feed) < self.min_tokens or not self._snapshot(request):
             return
         routed = tuple(request.routed) if request.num_routed == len(feed) else None
-        self._endings[request.version, feed] = Ending(x_H=x_H.clone(), routed=routed)
+        self._endings[request.cache_key, feed] = Ending(x_H=x_H.clone(), routed=routed)
         if len(self._endings) > MAX_ENDINGS:
             self._endings.popitem(last=False)
 
@@ -162,7 +176,7 @@ class Prefixes:
     def lock(self, request: Request, match: Match) -> None:
         """Pin what was found. Must follow `find` with nothing in between."""
         request.lease, request.cached_pages = self.cache.lock(match), list(match.pages)
-        self._versions.add(request.version)
+        self._keys.add(request.cache_key)
 
     def unlock(self, request: Request) -> None:
         """The end of `lock`, where there was one."""
@@ -173,17 +187,20 @@ class Prefixes:
 
     def forget_all_but(self, live: set[int]) -> None:
         """Give back what no request can ask for any more."""
-        for version in self._versions - live:
-            self.cache.forget(version)
-        for key in [key for key in self._endings if key[0] not in live]:
-            del self._endings[key]
-        self._versions &= live
+        kept = {key for version in live for key in cache_keys(version)}
+        for key in self._keys - kept:
+            self.cache.forget(key)
+        for place in [place for place in self._endings if place[0] not in kept]:
+            del self._endings[place]
+        self._keys &= kept
 
     def distrust(self, version: int) -> None:
         """Forget all of a version but what running requests pin: a request failed, and may have left what made it."""
-        self.cache.forget(version)
-        for key in [key for key in self._endings if key[0] == version]:
-            del self._endings[key]
+        keys = cache_keys(version)
+        for key in keys:
+            self.cache.forget(key)
+        for place in [place for place in self._endings if place[0] in keys]:
+            del self._endings[place]
 
     def stats(self) -> Mapping[str, int]:
         """Counts since the start, and what the cache holds now."""
@@ -207,7 +224,7 @@ class Prefixes:
 
     def _stands(self, request: Request, position: int) -> bool:
         key = encode((*request.tokens[:position], NO_TOKEN))
-        return self.cache.match(request.version, key).num_tokens == position
+        return self.cache.match(request.cache_key, key).num_tokens == position
 
     def _plant(self, request: Request, position: int, slot: int, tail: list[int]) -> bool:
         """Offer the state after `position` tokens, and the page they end in: whether the cache took the slot.
@@ -216,7 +233,7 @@ class Prefixes:
         """
         key = encode(request.tokens[:position])
         if request.lease is None:  # it took its prompt over from a twin
-            self.lock(request, self.cache.match(request.version, key))
+            self.lock(request, self.cache.match(request.cache_key, key))
         self._extend(request, key)
         assert request.lease is not None
         taken = self.cache.checkpoint(request.lease, key, slot, tail[0] if tail else None)
@@ -234,3 +251,7 @@ class Prefixes:
         self.memory.pages.hold(own)
         assert request.lease is not None
         request.cached_pages = self.cache.extend(request.lease, key, [*request.cached_pages, *own])
+
+
+def _reach(found: tuple[Match | None, Ending | None]) -> int:
+    return 0 if found[0] is None else found[0].num_tokens

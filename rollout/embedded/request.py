@@ -53,6 +53,7 @@ class Request:
     pages: list[int] = field(default_factory=list)  # in order; the first may be others' as well
     num_cached: int = 0  # tokens whose KV and state are in the pools, or are being put there by a step in flight
     in_flight: int = 0  # tokens that steps in flight will sample
+    followed: bool | None = None  # by a draft, which has the context in all of its pages then; None: not decided yet
     undrafted: bool = False  # whether its next token is decoded alone: a verify of it wasn't finite
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -91,6 +92,11 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Who comes first: higher priority, then earlier submission. Ascending."""
         return -self.params.priority, self.order
+
+    @property
+    def cache_key(self) -> int:
+        """What the prefix cache files it under: pages with a draft's context apart from those without."""
+        return cache_keys(self.version)[self.followed is False]
 
     @property
     def num_routed(self) -> int:
@@ -160,6 +166,11 @@ class Request:
         routed, fed = torch.cat(self.routed), len(self.prompt) + len(self.token_ids) - 1
         # A step in flight at its end has fed the last token too.
         return routed[:fed] if fed <= len(routed) <= fed + 1 else None
+
+
+def cache_keys(version: int) -> tuple[int, int]:
+    """Of an adapter version, -1 or more, with a draft's context and without: all of them apart from one another."""
+    return version, -3 - version
 
 
 def judge_params(params: SamplingParams, has_tokenizer: bool) -> None:

@@ -106,8 +106,9 @@ class Runner:
     def step(self) -> list[Request]:
         """Queue the next step and file the results of the one before (without overlap, its own); who ended."""
         start = time.perf_counter()
-        drafts = self.speculator is not None and self.speculator.wants(len(self.scheduler.decoding))
+        drafts = self.speculator is not None and self.speculator.wants(self.scheduler.decoding)
         done = self.collect() if drafts else []
+        steady, began = not self.overlap or drafts or self._in_flight is not None, time.perf_counter()
         step = self.scheduler.plan()
         if not (step.has_work or self._in_flight or done):
             raise EngineError(f"{len(self.scheduler.waiting)} requests wait and none can run: a bug in the scheduler")
@@ -116,8 +117,10 @@ class Runner:
         done += self.collect()
         self._in_flight = queued
         done += self._file(settled)
-        if not self.overlap:
+        if not self.overlap or (drafts and not settled):
             done += self.collect()
+        if self.speculator is not None and steady and step.decodes and not (step.chunks or step.ready):
+            self.speculator.learn(step.decodes, settled if drafts else None, time.perf_counter() - began)
         phase = "prefill_s" if step.chunks else "decode_s"
         self.counters["prefill_steps"] += bool(step.chunks)
         self.counters["decode_steps"] += bool(step.decodes)
@@ -217,7 +220,7 @@ class Runner:
         versions = [r.version for r in requests]
         adapters = StepAdapters.of(self.store, versions, counts, self.device)
         wanted = [any(m.params.return_routed_experts for m in (r, *r.followers)) for r in requests]
-        taps = None if self.speculator is None else self.speculator.taps(batch)
+        taps = None if self.speculator is None else self.speculator.taps(batch, requests)
         residual, routed = self.model.hidden(batch, adapters, capture=any(wanted), taps=taps)
         if routed is not None:
             self._file_routes(requests, wanted, routed.split(counts))
@@ -227,7 +230,7 @@ class Runner:
             rows = torch.cat([decoding_D, batch.chunks.last_B + batch.num_decodes])
         x_BH = self.model.final(residual, rows, taps)
         if self.speculator is not None and taps is not None:
-            self.speculator.write_context(batch, taps, versions, counts)
+            self.speculator.write_context(batch, taps, requests, counts)
             self.speculator.keep(requests, counts, taps, x_BH[: batch.num_decodes])
         return x_BH[: batch.num_decodes], x_BH[batch.num_decodes :]
 

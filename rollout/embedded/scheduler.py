@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from miles_k3.rollout.cache.chunking import chunk_ends
@@ -59,9 +59,11 @@ class Scheduler:
         prefixes: Prefixes | None = None,
         reserve_tokens: int | None = None,
         decode_tokens: int = 1,
+        follows: Callable[[int], bool] | None = None,
     ) -> None:
-        """`decode_tokens`: what a decoding request may feed in a step, which counts for the step's budget."""
-        self.memory, self.prefixes = memory, prefixes
+        """`decode_tokens`: what a decoding request may feed in a step, which counts for the step's budget. `follows`:
+        whether a draft should follow a request that comes when so many run; None: there is no draft."""
+        self.memory, self.prefixes, self._follows = memory, prefixes, follows
         self.prefill_chunk_tokens, self.share_prompts = prefill_chunk_tokens, share_prompts
         self.decode_tokens = decode_tokens
         self.waiting: list[Request] = []  # by rank
@@ -116,7 +118,10 @@ class Scheduler:
             return False
         request.feed = request.tokens
         leader = self._leader_for(request)
+        if request.followed is None and self._follows is not None:
+            request.followed = self._follows(min(self.num_running + len(self.waiting), self.memory.num_seats))
         if leader:
+            request.followed = leader.followed
             # Only full pages are shared: nobody writes into them any more once the prompt is computed.
             shared = leader.pages[: len(request.feed) // self.memory.page_size]
             return self._take(request, shared) and self._follow(request, leader)
@@ -230,6 +235,7 @@ class Scheduler:
         self._free(request, keep=True)
         self.decoding.remove(request)
         request.num_cached, request.stops = 0, []
+        request.followed = None
         self._wait(request)
         self.num_retracted += 1
 

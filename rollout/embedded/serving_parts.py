@@ -63,6 +63,7 @@ class Serving:
             memory, prefill_chunk_tokens=self.prefill_chunk_tokens, share_prompts=self.share_prompts,
             prefixes=prefixes, reserve_tokens=self.reserve_tokens,
             decode_tokens=1 if speculator is None else speculator.at.longest,
+            follows=None if speculator is None else speculator.planner.should_follow,
         )  # fmt: skip
         graphs = None
         if self.cuda_graphs:

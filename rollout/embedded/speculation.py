@@ -93,9 +93,9 @@ class Speculator:
         return {**self.counters, "replay_bytes": self.num_bytes, "drafts": len(self.drafts)}
 
     # --- before the forward -------------------------------------------------------------------------------------
-    def wants(self, num_requests: int) -> bool:
-        """Whether drafting pays at this load, by what is known beforehand."""
-        return num_requests > 0 and self.planner.should_draft(num_requests)
+    def wants(self, requests: Sequence[Request]) -> bool:
+        """Whether drafting pays for these, by what is known beforehand."""
+        return self.planner.should_draft(len(requests), sum(r.followed is True for r in requests))
 
     def limits(self, scheduler: Scheduler, requests: Sequence[Request]) -> NDArray[np.int64]:
         """How many tokens may be drafted behind each request's own next one: as many as it may still have, as its
@@ -105,7 +105,7 @@ class Speculator:
             positions = min(self.at.longest, request.params.max_new_tokens - len(request.token_ids))
             if prefixes is not None:
                 positions = min(positions, prefixes.to_next_track(request))
-            most.append(0 if request.undrafted else scheduler.room(request, positions) - 1)
+            most.append(0 if request.undrafted or not request.followed else scheduler.room(request, positions) - 1)
             request.undrafted = False
         return capped(np.array(most, dtype=np.int64), self.num_positions - len(requests))
 
@@ -189,22 +189,25 @@ class Speculator:
         return block.tokens_SG.cpu().numpy(), sure_SG.double().numpy()
 
     # --- behind the forward -------------------------------------------------------------------------------------
-    def taps(self, batch: StepBatch) -> Taps:
-        """Room for what the forward of a step hands over."""
+    def taps(self, batch: StepBatch, requests: Sequence[Request]) -> Taps | None:
+        """Room for what the forward of a step hands over; None where a draft follows none of these."""
+        if not any(request.followed for request in requests):
+            return None
         return Taps.empty(self.at.config.target_layer_ids, len(batch.tokens_T), self._model.weights.embed)
 
-    def write_context(self, batch: StepBatch, taps: Taps, versions: Sequence[int], counts: Sequence[int]) -> None:
-        """The draft's keys and values of all tokens of a step; `versions[i]` made the next `counts[i]` of them."""
+    def write_context(self, batch: StepBatch, taps: Taps, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """The draft's keys and values of a step's tokens, `counts[i]` of each request, as far as a draft follows it."""
         assert batch.pool is not None
         assert batch.write_T is not None
         assert batch.positions_T is not None
         rows_RC = batch.pool.draft[0].flatten(0, 1)
-        groups = self.drafts.groups(versions)
-        for model, group in groups:
+        members = [i for i, request in enumerate(requests) if request.followed]
+        for model, group in self.drafts.groups([requests[i].version for i in members]):
             taken = slice(None)
-            if len(groups) > 1:
+            if len(group) < len(requests):
                 owners_T = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-                taken = put(torch.isin(owners_T, torch.tensor(group)).nonzero().squeeze(1), self._device)
+                own = torch.tensor([members[i] for i in group])
+                taken = put(torch.isin(owners_T, own).nonzero().squeeze(1), self._device)
             numbers_TC = model.context_rows(taps.rows_TW[taken], batch.positions_T[taken])
             rows_RC.index_copy_(0, batch.write_T[taken], numbers_TC.to(rows_RC.dtype))
 
@@ -214,7 +217,9 @@ class Speculator:
             return
         first = 0
         for request, count, taps_TW in zip(requests, counts, taps.rows_TW.split(list(counts)), strict=True):
-            if first < len(x_DH):
+            if not request.followed:
+                self.keeper.drop(request)
+            elif first < len(x_DH):
                 self.keeper.decoded(request, taps_TW, x_DH[first : first + count])
             else:
                 self.keeper.chunk(request, taps_TW)
@@ -252,6 +257,12 @@ class Speculator:
         )  # fmt: skip
         self.counters["verify_steps"] += 1
         return settled
+
+    def learn(self, requests: Sequence[Request], settled: Sequence[Settled] | None, seconds: float) -> None:
+        """What a step that did nothing but decode `requests` brought; None: nothing was drafted in it."""
+        tokens = sum(s.count for s in settled) if settled else len(requests)
+        followed = sum(r.followed is True for r in requests)
+        self.planner.observe(len(requests), followed, drafted=settled is not None, tokens=tokens, seconds=seconds)
 
     def _judge(self, proposal: Proposal, logits_TV: Tensor, packed: Packed, sampling: SamplingBatch) -> Judged:
         drafted_T = put([t for block in proposal.tokens for t in (*block, 0)], self._device)

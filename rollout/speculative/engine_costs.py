@@ -84,7 +84,7 @@ class _Scratch:
     def _request(self, i: int, context: int, pages: int) -> Request:
         request = Request(
             id=f"scratch-{i}", prompt=(0,) * context, params=SamplingParams(seed=i), token_ids=[0], num_cached=context,
-            version=self.engine.adapter_version,
+            version=self.engine.adapter_version, followed=True,
         )  # fmt: skip
         self.memory.take(request, pages)
         return request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from hypothesis.stateful import (
 from miles_k3.rollout.cache.blocks import Kind
 from miles_k3.rollout.cache.layout import Layout
 from miles_k3.rollout.cache.shared_pages import SharedPages
+from miles_k3.rollout.embedded import request as requests
 from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.prefix import Prefixes
 from miles_k3.rollout.embedded.request import Request, Stage
@@ -46,9 +48,13 @@ from miles_k3.types import Completion, FinishReason, SamplingParams
 # What `Speculator.limits` reads of one: blocks of 3, and 12 positions for 5 requests.
 SPECULATES: Any = SimpleNamespace(at=SimpleNamespace(longest=4), num_positions=12)
 LAYOUT = Layout(
-    kda_layers=1, heads=1, head_dim=2, conv_width=2, mla_layers=1, page_size=4, width=1, dtype=torch.float32
-)
+    kda_layers=1, heads=1, head_dim=2, conv_width=2, mla_layers=1, page_size=4, width=1, dtype=torch.float32,
+    draft_width=1,
+)  # fmt: skip
 NUM_SLOTS, NUM_PAGES, MAX_RUNNING, LONGEST = 7, 30, 5, 48
+
+
+NO_CONTEXT = -1.0  # in place of a mark in the draft's part of pages of whoever no draft follows
 
 
 def mark(version: int, tokens: tuple[int, ...]) -> float:
@@ -74,8 +80,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.memory = RequestMemory(self.pool, max_running=MAX_RUNNING, max_pages=LONGEST // 4)
         self.prefixes = Prefixes.over(policy, self.memory, min_tokens=3, track_interval=interval)
         self.scheduler = Scheduler(
-            self.memory, prefill_chunk_tokens=chunk, prefixes=self.prefixes, reserve_tokens=reserve
-        )
+            self.memory, prefill_chunk_tokens=chunk, prefixes=self.prefixes, reserve_tokens=reserve,
+            follows=lambda load: self.count % 5 > 0,
+        )  # fmt: skip
         self.requests: list[Request] = []
         self.flying: list[tuple[Request, int]] = []
         self.count = 0
@@ -172,16 +179,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         far as they were right, and nothing stays of the rest."""
         owner, start, fed, drawn = torch.zeros(1, dtype=torch.int64), request.num_cached, list(request.tokens), []
         rows = [self.memory.token_rows([request], owner, torch.tensor([start + j])) for j in range(limit + 1)]
-        flat = self.pool.kv[0].flatten(0, 1)
         for j, row in enumerate(rows):
-            assert flat[row] == 0, "a page was not clean, or is written twice"
-            flat[row] = mark(request.version, tuple(fed))
+            self._write(request, row, mark(request.version, tuple(fed)))
             drawn.append(self._sample(request, tuple(fed)))
             fed.append(drawn[-1] if (start + j + request.params.seed) % 3 else drawn[-1] + 1)
         right = next((j for j in range(limit) if fed[start + 1 + j] != drawn[j]), limit)
         count, reason = request.accept_block(drawn[: right + 1], [0.0] * (right + 1))
-        for row in rows[count:]:
-            flat[row] = 0
+        for row, part in itertools.product(rows[count:], (self.pool.kv, self.pool.draft)):
+            part[0].flatten(0, 1)[row] = 0
         state_row = self.pool.slot_rows([request.slot])
         for j in range(count):
             self.pool.states[0, state_row] += mark(request.version, request.tokens[: start + 1 + j])
@@ -210,14 +215,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         for position in range(request.num_cached, request.num_cached + count):
             written = mark(request.version, tokens[: position + 1])
             row = self.memory.token_rows([request], torch.zeros(1, dtype=torch.int64), torch.tensor([position]))
-            flat = self.pool.kv[0].flatten(0, 1)
-            assert flat[row] == 0, "a page was not clean, or is written twice"
-            flat[row] = written
+            self._write(request, row, written)
             self.pool.states[0, self.pool.slot_rows([request.slot])] += written
         request.num_cached += count
         if request.stage is Stage.DECODE and request.params.return_routed_experts:
             request.routed.append(torch.zeros(count, 1, 1))
         return self._sample(request, tokens[: request.num_cached])
+
+    def _write(self, request: Request, row: torch.Tensor, written: float) -> None:
+        for part, value in ((self.pool.kv, written), (self.pool.draft, written if request.followed else NO_CONTEXT)):
+            flat = part[0].flatten(0, 1)
+            assert flat[row] == 0, "a page was not clean, or is written twice"
+            flat[row] = value
 
     def _sample(self, request: Request, tokens: tuple[int, ...]) -> int:
         return hash((request.version, tokens, request.params.seed)) % 3
@@ -226,9 +235,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(tokens) == request.num_cached
         owners = torch.zeros(len(tokens), dtype=torch.int64)
         rows = self.memory.token_rows([request], owners, torch.arange(len(tokens)))
-        held = self.pool.kv[0].flatten(0, 1)[rows].flatten()
+        held, context = (part[0].flatten(0, 1)[rows].flatten().tolist() for part in (self.pool.kv, self.pool.draft))
         expected = [mark(request.version, tokens[: p + 1]) for p in range(len(tokens))]
-        assert held.tolist() == expected
+        assert held == expected
+        assert context == (expected if request.followed else [NO_CONTEXT] * len(expected))
         assert (self.pool.states[0, self.pool.slot_rows([request.slot])] == sum(expected)).all()
 
     def _collect(self) -> None:
@@ -310,6 +320,7 @@ MISTAKES = {
     "drafts go past the answer's end": (
         Speculator, "limits", ("request.params.max_new_tokens - len(request.token_ids)", "99"),
     ),
+    "pages of both kinds are one": (requests, "cache_keys", ("version, -3 - version", "version, version")),
     "a block goes on behind its end": (Request, "accept_block", ("return count, reason", "pass")),
 }  # fmt: skip
 

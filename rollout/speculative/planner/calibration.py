@@ -32,6 +32,7 @@ class Calibration:
     accepted_GE: NDArray[np.float64] = field(init=False)
     room_G: NDArray[np.float64] = field(init=False)
     blocks: int = field(init=False, default=0)
+    rounds: int = field(init=False, default=0)  # that changed what is believed
     _fits: list[NDArray[np.float64]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -54,6 +55,7 @@ class Calibration:
             np.add.at(self.reached_GE[k], bins_RG[reached, k], 1.0)
             np.add.at(self.accepted_GE[k], bins_RG[reached & (accepted_R > k), k], 1.0)
         self._fits = None
+        self.rounds += 1
 
     def __call__(self, confidence_RG: NDArray[np.float64]) -> NDArray[np.float64]:
         """Calibrated acceptance of each position given that all before it are accepted: [R, G] in [0, 1]."""
@@ -75,6 +77,7 @@ class Calibration:
         """Of drafted blocks, how many of their first tokens could be committed."""
         self.room_G += (limits_R[:, None] > np.arange(self.block_size)).sum(0)
         self.blocks += len(limits_R)
+        self.rounds += 1
 
     def room(self) -> NDArray[np.float64]:
         """Share of blocks of which each position could be committed: [G]. Unknown counts as all."""

@@ -17,12 +17,12 @@ from miles_k3.errors import EngineError
 from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.planner.calibration import Calibration
 from miles_k3.rollout.speculative.planner.cost import CostProfile
+from miles_k3.rollout.speculative.planner.experience import MARGIN, Load
 
 # Verifying everything costs at most this much more than nothing: no sorting, no risk by a wrong confidence.
 FLAT = 0.02
-TRIALS = 4  # drafted steps of a load before its own experience says whether drafting pays
-MEMORY = 0.1  # weight of the newest one, when there are many
-RETRY = 64  # steps of a load that doesn't pay, until it is tried again
+CLEARLY = 0.9  # where drafted steps have less than this of plain ones' tokens a second, it isn't chance
+WAVE = 16  # of so many loads' worth of requests that come there, one is followed all the same
 
 
 class PlanMode(StrEnum):
@@ -31,6 +31,9 @@ class PlanMode(StrEnum):
     OFF = "off"
     VERIFY_ALL = "verify_all"
     TRIM = "trim"
+
+
+_NOTHING = None, 0, 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,8 +51,8 @@ class Choice:
 
 def choose(worth_RG: NDArray[np.float64], profile: CostProfile) -> Choice:
     """The choice with the most expected tokens a second. Worths must not rise along a block; 0 where nothing may go."""
-    requests = len(worth_RG)
-    drafting, possible = profile.draft_seconds(requests), int((worth_RG > 0).sum())
+    requests, possible = len(worth_RG), int((worth_RG > 0).sum())
+    drafting = profile.draft_seconds(int((worth_RG > 0).any(axis=1).sum())) if possible else 0.0
     nothing, everything = profile.seconds(requests, [requests, requests + possible])
     total = requests + float(worth_RG.sum())
     if everything <= (1 + FLAT) * nothing and total * nothing >= requests * everything:
@@ -69,24 +72,6 @@ def take(worth_RG: NDArray[np.float64], budget: int) -> NDArray[np.int64]:
     return np.bincount(order % len(worth_RG), minlength=len(worth_RG))
 
 
-@dataclass(slots=True)
-class _Gain:
-    """Expected tokens a second of drafted steps, beside plain ones; `skipped` in a row."""
-
-    mean: float = 0.0
-    count: int = 0
-    skipped: int = 0
-
-    def observe(self, gain: float) -> None:
-        self.count += 1
-        self.mean += (gain - self.mean) * max(1.0 / self.count, MEMORY)
-
-    def again(self) -> bool:
-        """True every so often, for acceptance may have changed."""
-        self.skipped = (self.skipped + 1) % RETRY
-        return self.skipped == 0
-
-
 class Planner:
     """One engine's plan, round by round. Without a profile `trim` verifies everything.
 
@@ -100,21 +85,61 @@ class Planner:
         self, mode: PlanMode, accept: AcceptMode, calibration: Calibration, profile: CostProfile | None = None
     ) -> None:
         self.mode, self.accept, self.calibration, self.profile = mode, accept, calibration, profile
-        self._gains: dict[int, _Gain] = {}
+        self._loads: dict[tuple[int, int], Load] = {}
+        self._expected: dict[tuple[int, int], tuple[Calibration | None, int, float]] = {}
+        self._unpaid = 0  # requests that came at loads where drafting clearly doesn't pay
 
-    def should_draft(self, requests: int) -> bool:
-        """Whether a block for each of so many requests pays, with what drafting costs.
+    def should_draft(self, requests: int, followed: int | None = None) -> bool:
+        """Whether a block pays for each of the requests that a draft follows (None: all), with what drafting costs.
 
-        By what past blocks at about this load were expected to bring, once there are some, and by mean acceptance
-        before. A load that doesn't pay is tried again now and then.
+        By past steps of about this load, once there are drafted and plain ones, and by mean acceptance before. What
+        doesn't pay is tried again now and then, and so is plain decoding where drafting pays.
+        """
+        followed = requests if followed is None else followed
+        if self.mode is not PlanMode.TRIM or self.profile is None:
+            return self.mode is not PlanMode.OFF and followed > 0
+        if not followed:
+            self._load(requests, requests).since += 1
+            return False
+        load = self._load(requests, followed)
+        if load.drafted.known and not load.plain.known:
+            return False  # as many plain steps first
+        return (self._gain(requests, followed) > MARGIN) != load.again()
+
+    def should_follow(self, load: int) -> bool:
+        """Whether the draft should follow a request that comes when so many run.
+
+        Not where drafting clearly doesn't pay, save for a small share, in a row, that tells when this changes.
         """
         if self.mode is not PlanMode.TRIM or self.profile is None:
             return self.mode is not PlanMode.OFF
-        gain = self._gain(requests)
-        if gain.count >= TRIALS:
-            return gain.mean > 1.0 or gain.again()
-        plain = requests / float(self.profile.seconds(requests, requests))
-        return choose(self._usual(requests) * self.calibration.room(), self.profile).rate > plain
+        if self._gain(load, load) >= CLEARLY:
+            return True
+        self._unpaid += 1
+        return self._unpaid // load % WAVE == WAVE - 1
+
+    def observe(self, requests: int, followed: int, *, drafted: bool, tokens: int, seconds: float) -> None:
+        """A step of decoding requests alone: what it committed, and how long it took."""
+        if self.mode is PlanMode.TRIM and self.profile is not None and followed:
+            plain = float(self.profile.seconds(requests, requests))
+            self._load(requests, followed).observe(drafted, tokens / requests, seconds / plain)
+
+    def _gain(self, requests: int, followed: int) -> float:
+        """Tokens a second of drafted steps beside plain ones: counted, or else expected."""
+        counted = self._load(requests, followed).gain
+        if counted is not None:
+            return counted
+        believed, (calibration, rounds, gain) = self.calibration, self._expected.get((requests, followed), _NOTHING)
+        if calibration is not believed or rounds != believed.rounds:
+            gain = self._expect(requests, followed)
+            self._expected[requests, followed] = believed, believed.rounds, gain
+        return gain
+
+    def _expect(self, requests: int, followed: int) -> float:
+        assert self.profile is not None
+        worth_RG = self._usual(requests) * self.calibration.room()
+        worth_RG[followed:] = 0.0
+        return choose(worth_RG, self.profile).rate * float(self.profile.seconds(requests, requests)) / requests
 
     @property
     def verifies_all(self) -> bool:
@@ -138,16 +163,14 @@ class Planner:
             return most_R
         allowed_RG = np.arange(size) < most_R[:, None]
         worth_RG = np.cumprod(self.calibration(confidence_RG), axis=1) * allowed_RG
-        chosen = choose(worth_RG, self.profile)
-        self._gain(requests).observe(chosen.rate * float(self.profile.seconds(requests, requests)) / requests)
         if self.accept is AcceptMode.COUPLED:
-            return chosen.drafted_R
+            return choose(worth_RG, self.profile).drafted_R
         budget = int(choose(self._usual(requests) * allowed_RG, self.profile).drafted_R.sum())
         return take(worth_RG, budget)
 
-    def _gain(self, requests: int) -> _Gain:
-        """Of loads within a factor of two."""
-        return self._gains.setdefault(requests.bit_length(), _Gain())
+    def _load(self, requests: int, followed: int) -> Load:
+        """Loads within a factor of two are alike: 65 to 128, say, since whoever comes at 128 runs among fewer soon."""
+        return self._loads.setdefault(((requests - 1).bit_length(), (followed - 1).bit_length()), Load())
 
     def _usual(self, requests: int) -> NDArray[np.float64]:
         return np.tile(np.cumprod(self.calibration.rates()), (requests, 1))

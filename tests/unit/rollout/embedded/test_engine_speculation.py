@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import adapter_update, ask, assert_idle, make_engine, random_prompts, tokens_of
+from helpers.engines import adapter_update, ask, assert_idle, make_engine, tokens_of
 from helpers.mutants import mutate
-from helpers.speculating import Book, book_of, speculating_engine
+from helpers.speculating import ALL, PARAMS, PROMPTS, Book, assert_same, book_of, check_pages, speculating_engine
 
 from miles_k3.errors import EngineError
 from miles_k3.rollout.embedded import attention, speculation
@@ -24,18 +24,8 @@ from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.rollout.speculative import acceptance
 from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.replay import ReplayBuffer
-from miles_k3.rollout.speculative.taps import target_states
 from miles_k3.types import Completion, FinishReason, SamplingParams
 
-ALL = 8  # experts: a router that rates two alike to the last bit decides nothing then
-PROMPTS = random_prompts(14, high=40, seed=41)
-PARAMS = [
-    SamplingParams(
-        max_new_tokens=5 + i % 13, seed=i, temperature=(0.0, 1.0, 1.3)[i % 3], top_p=(1.0, 0.9)[i % 2],
-        top_k=(0, 40)[i % 2],
-    )
-    for i in range(len(PROMPTS))
-]  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "alone": {},
     "small chunks and pages": {"prefill_chunk_tokens": 60, "page_size": 3, "max_running": 5},
@@ -53,18 +43,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def expected() -> list[Completion]:
     return ask(make_engine(top_k=ALL), PROMPTS, PARAMS)
-
-
-def assert_same(engine: EmbeddedEngine, answers: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    assert tokens_of(answers) == tokens_of(expected)
-    for answer, other in zip(answers, expected, strict=True):
-        assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        assert (answer.finish_reason, answer.text) == (other.finish_reason, other.text)
-        assert answer.adapter_version == other.adapter_version
-    assert_idle(engine)
-    assert engine.speculator is not None
-    assert engine.speculator.audit is not None
-    assert engine.speculator.audit.wrong == 0
 
 
 def check(expected: Sequence[Completion], every: int = 3, **options: Any) -> EmbeddedEngine:
@@ -143,43 +121,6 @@ def test_planted_mistakes_are_seen(expected: list[Completion], mistake: str, mon
 
 
 # --- pages ----------------------------------------------------------------------------------------------------------
-def check_pages(**options: Any) -> None:
-    """After every step: the draft's keys and values in a request's pages are those of an uncached forward's taps, and
-    nothing is in its pages behind its last token."""
-    prompts = [PROMPTS[0], *PROMPTS[:5]]
-    params = [SamplingParams(max_new_tokens=12, seed=i) for i in range(6)]
-    plain = ask(make_engine(top_k=ALL), prompts, params)
-    engine = speculating_engine(book_of(prompts, params, plain), every=4, top_k=ALL, page_size=4, **options)
-    speculator, step, seen = engine.speculator, engine.runner.step, [0]
-    assert speculator is not None
-
-    def checked_step() -> Any:
-        done = step()
-        engine.pool.flush()
-        for request in engine.scheduler.decoding:
-            count, capacity = request.num_cached, engine.memory.capacity(request)
-            at = engine.memory.token_rows([request], torch.zeros(capacity, dtype=torch.int64), torch.arange(capacity))
-            rows = engine.pool.draft[0].flatten(0, 1)[at]
-            assert not rows[count:].any()
-            assert not engine.pool.kv.flatten(1, 2)[:, at[count:]].any()
-            layers = speculator.at.config.target_layer_ids
-            taps_TW = target_states(engine, [request.tokens[:count]], layers)[0].taps_TW
-            context = speculator.drafts.of(-1).context(taps_TW.unsqueeze(0))
-            layers = [part[0] for pair in zip(context.keys, context.values, strict=True) for part in pair]
-            wanted = torch.stack(layers, dim=1).flatten(1)
-            torch.testing.assert_close(rows[:count], wanted, rtol=1e-4, atol=1e-4)
-            seen[0] += 1
-        return done
-
-    engine.runner.step = checked_step  # type: ignore[method-assign]
-    assert_same(engine, ask(engine, prompts, params), plain)
-    again = [*prompts[:3], [*prompts[3], *plain[3].token_ids, 5]]  # turns, and prompts that are cached to their ends
-    more = ask(make_engine(top_k=ALL), again, params[:4])
-    speculator._draft.book.update(book_of(again, params[:4], more))  # type: ignore[attr-defined]
-    assert_same(engine, ask(engine, again, params[:4]), more)
-    assert seen[0] > 20
-
-
 @pytest.mark.parametrize("cache", ["off", "radix", "paged"])
 def test_the_drafts_context_is_in_the_pages(cache: str) -> None:
     """Cold, forked from a twin, taken over from the cache, moved by the pool: always what a whole forward gives."""

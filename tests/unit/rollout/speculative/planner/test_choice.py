@@ -181,21 +181,3 @@ def test_blocks_that_answers_have_no_room_for_are_not_drafted() -> None:
     assert planner.should_draft(4)
     calibration.observe_room(np.full(1000, 0))
     assert not planner.should_draft(4)
-
-
-def test_experience_of_a_load_decides_and_is_renewed() -> None:
-    """Tokens that were verified because they were sure say nothing of the rest: blocks of low confidence don't pay."""
-    calibration = Calibration(block_size=7)
-    calibration.observe(0.95 * np.ones((100, 7)), np.full(100, 7), np.full(100, 7))
-    calibration.observe(0.05 * np.ones((100, 7)), np.full(100, 1), np.zeros(100, dtype=np.int64))
-    profile = CostProfile.of([(4, 4, 1.0), (4, 32, 2.0), (16, 16, 1.0), (16, 128, 2.0)], {4: 0.5, 16: 0.5})
-    planner = Planner(PlanMode.TRIM, AcceptMode.COUPLED, calibration, profile)
-    assert planner.should_draft(4)
-    for _ in range(4):
-        planner.plan(np.full((4, 7), 0.05))
-    asked = [planner.should_draft(4) for _ in range(130)]
-    assert [i for i, drafts in enumerate(asked) if drafts] == [63, 127]
-    assert planner.should_draft(16)  # another load, without experience
-    for _ in range(40):
-        planner.plan(np.full((4, 7), 0.95))
-    assert planner.should_draft(4)

@@ -1,0 +1,72 @@
+"""What steps really brought, by the clock: drafted ones beside plain ones of the same load.
+
+A profile is measured once, on an idle engine, and an expectation that was chosen for being the best is too high on
+average. So where both kinds of steps are known, they decide.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+TRIALS = 4  # steps of a kind before they count as known
+RECENT = 8  # of each kind are remembered
+MARGIN = 1.05  # drafting has to be better by so much: what it costs outside of such steps isn't seen here
+RETRY = 0.01  # of the time at a load may be lost by trying again what is worse there
+SELDOM, OFTEN = 256, 8  # steps until something is tried again of which nothing is known, and at least
+
+
+@dataclass(slots=True)
+class Steps:
+    """The last steps of one kind: tokens, and seconds, both beside what a plain step of the profile has."""
+
+    tokens: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def observe(self, tokens: float, seconds: float) -> None:
+        self.tokens.append(tokens)
+        self.times.append(seconds)
+
+    @property
+    def known(self) -> bool:
+        return len(self.tokens) >= TRIALS
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, without the longest: something else may have held it up."""
+        return statistics.fmean(sorted(self.times)[:-1])
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return statistics.fmean(self.tokens) / self.seconds
+
+
+@dataclass(slots=True)
+class Load:
+    """Steps of about so many requests, of which about so many are followed."""
+
+    plain: Steps = field(default_factory=Steps)
+    drafted: Steps = field(default_factory=Steps)
+    since: int = 0  # steps since the last trial of the worse kind
+
+    def observe(self, drafted: bool, tokens: float, seconds: float) -> None:
+        (self.drafted if drafted else self.plain).observe(tokens, seconds)
+
+    @property
+    def gain(self) -> float | None:
+        """Tokens a second of drafted steps beside plain ones; None until both are known."""
+        return self.drafted.rate / self.plain.rate if self.plain.known and self.drafted.known else None
+
+    def again(self) -> bool:
+        """Asked at every step: whether the worse kind should have another trial, for things change."""
+        self.since += 1
+        gain, due = self.gain, self.since >= SELDOM
+        if gain is not None:
+            worse, better = (self.plain, self.drafted) if gain > MARGIN else (self.drafted, self.plain)
+            lost = worse.seconds - statistics.fmean(worse.tokens) / better.rate
+            due = self.since >= max(OFTEN, lost / (RETRY * better.seconds))
+        if due:
+            self.since = 0
+        return due

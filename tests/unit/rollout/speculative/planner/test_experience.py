@@ -1,0 +1,111 @@
+"""Whether steps of a load should draft, and whether requests that come at it are followed, by what steps brought."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from miles_k3.rollout.speculative.acceptance import AcceptMode
+from miles_k3.rollout.speculative.planner.calibration import Calibration
+from miles_k3.rollout.speculative.planner.choice import WAVE, PlanMode, Planner
+from miles_k3.rollout.speculative.planner.cost import CostProfile
+from miles_k3.rollout.speculative.planner.experience import SELDOM, TRIALS, Steps
+
+PROFILE = CostProfile.of([(4, 4, 1.0), (4, 32, 1.5), (64, 64, 1.0), (64, 512, 1.5)], {4: 0.2, 64: 0.2})
+
+
+def trimming(mode: PlanMode = PlanMode.TRIM) -> Planner:
+    """One that expects every drafted token to be accepted."""
+    calibration = Calibration(block_size=7)
+    calibration.observe(np.ones((200, 7)), np.full(200, 7), np.full(200, 7))
+    return Planner(mode, AcceptMode.COUPLED, calibration, PROFILE)
+
+
+def go(planner: Planner, steps: int, gain: float, requests: int = 64, followed: int | None = None) -> list[int]:
+    """Steps in which drafting gives `gain` times the tokens in half of a second more; those that drafted."""
+    followed, drafting = requests if followed is None else followed, []
+    for i in range(steps):
+        drafted = planner.should_draft(requests, followed)
+        drafting += [i] if drafted else []
+        tokens, seconds = (round(1.5 * gain * requests), 1.5) if drafted else (requests, 1.0)
+        planner.observe(requests, followed, drafted=drafted, tokens=tokens, seconds=seconds)
+    return drafting
+
+
+def test_the_clock_overrules_what_was_expected() -> None:
+    """A load is tried both ways first; then the worse way as often as it may cost 1 % of the time."""
+    planner = trimming()
+    drafting = go(planner, 400, gain=0.8)
+    assert drafting[:TRIALS] == list(range(TRIALS))
+    assert np.diff(drafting[TRIALS:]).tolist() == [pytest.approx((1.5 - 1.2) / 0.01, abs=1)] * (len(drafting) - 5)
+    plain = set(range(400)) - set(go(planner, 400, gain=4 / 3, requests=4))  # of another load nothing is known yet
+    assert sorted(plain)[:TRIALS] == list(range(TRIALS, 2 * TRIALS))
+    assert np.diff(sorted(plain)[TRIALS:]).tolist() == [pytest.approx((1 - 3 / 4) / (0.01 * 1.5), abs=1)] * (
+        len(plain) - 5
+    )
+
+
+def test_it_changes_its_mind() -> None:
+    planner = trimming()
+    go(planner, 100, gain=0.8)
+    assert len(go(planner, 1000, gain=1.3)) > 600
+    assert len(go(planner, 1000, gain=0.7)) < 400
+
+
+def test_one_step_that_was_held_up_says_nothing() -> None:
+    steps = Steps()
+    for seconds in (1.0, 1.1, 0.9, 50.0, 1.0):
+        steps.observe(2.0, seconds)
+    assert steps.rate == pytest.approx(2.0)
+
+
+def test_what_hardly_gains_is_not_drafted_but_followed() -> None:
+    planner = trimming()
+    assert len(go(planner, 400, gain=1.02)) < 60
+    assert all(planner.should_follow(64) for _ in range(2000))
+
+
+def test_what_is_expected_to_lose_is_tried_seldom() -> None:
+    planner = trimming()
+    planner.calibration.observe(np.ones((20000, 7)), np.full(20000, 7), np.zeros(20000, dtype=np.int64))
+    drafting = go(planner, 3 * SELDOM, gain=0.8)
+    assert drafting == [SELDOM - 1, 2 * SELDOM - 1, 3 * SELDOM - 1]
+    assert not planner.should_follow(64)
+
+
+def test_requests_are_followed_where_it_pays() -> None:
+    """Before anything is known; where drafting pays; elsewhere a share, as many in a row as run there."""
+    planner = trimming()
+    assert all(planner.should_follow(64) for _ in range(200))
+    go(planner, 20, gain=1.2, requests=4)
+    go(planner, 20, gain=0.8, requests=64)
+    assert planner.should_follow(4)
+    found = [planner.should_follow(64) for _ in range(2 * WAVE * 64)]
+    assert sum(found) == 2 * 64
+    assert sum(a != b for a, b in itertools.pairwise(found)) <= 4
+    assert not found[0]
+    go(planner, 1000, gain=1.5)
+    assert planner.should_follow(64)
+
+
+def test_a_few_followed_among_many_say_nothing_of_all() -> None:
+    planner = trimming()
+    go(planner, 20, gain=0.8, requests=64, followed=3)
+    assert planner.should_follow(64)
+    assert planner.should_draft(64)
+    assert not planner.should_draft(64, 0)
+    assert not planner.should_draft(64, 3)
+    for _ in range(100):  # steps that follow nobody count for those that do
+        planner.should_draft(64, 0)
+    go(planner, 2 * TRIALS, gain=0.8)
+    assert go(planner, 40, gain=0.8)
+
+
+@pytest.mark.parametrize("mode", [PlanMode.OFF, PlanMode.VERIFY_ALL])
+def test_other_modes_learn_nothing(mode: PlanMode) -> None:
+    planner = trimming(mode)
+    on = mode is PlanMode.VERIFY_ALL
+    assert len(go(planner, 100, gain=0.5)) == 100 * on
+    assert planner.should_follow(64) is on
