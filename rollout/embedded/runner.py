@@ -220,7 +220,9 @@ class Runner:
         versions = [r.version for r in requests]
         adapters = StepAdapters.of(self.store, versions, counts, self.device)
         wanted = [any(m.params.return_routed_experts for m in (r, *r.followers)) for r in requests]
-        taps = None if self.speculator is None else self.speculator.taps(batch, requests)
+        taps = None
+        if self.speculator is not None and any(r.followed for r in requests):
+            taps = self.speculator.taps(batch)
         residual, routed = self.model.hidden(batch, adapters, capture=any(wanted), taps=taps)
         if routed is not None:
             self._file_routes(requests, wanted, routed.split(counts))

@@ -189,10 +189,8 @@ class Speculator:
         return block.tokens_SG.cpu().numpy(), sure_SG.double().numpy()
 
     # --- behind the forward -------------------------------------------------------------------------------------
-    def taps(self, batch: StepBatch, requests: Sequence[Request]) -> Taps | None:
-        """Room for what the forward of a step hands over; None where a draft follows none of these."""
-        if not any(request.followed for request in requests):
-            return None
+    def taps(self, batch: StepBatch) -> Taps:
+        """Room for what the forward of a step hands over."""
         return Taps.empty(self.at.config.target_layer_ids, len(batch.tokens_T), self._model.weights.embed)
 
     def write_context(self, batch: StepBatch, taps: Taps, requests: Sequence[Request], counts: Sequence[int]) -> None:
