@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from miles_k3.k3.kernels.fused_experts import fused_experts
 from miles_k3.k3.kernels.grouped_mxfp4 import grouped_mxfp4, grouped_mxfp4_transposed
 from miles_k3.k3.kernels.kda_decode import KdaDecodeWeights, kda_decode
 from miles_k3.k3.kernels.kda_verify import kda_fold_, kda_verify_positions
+from miles_k3.k3.kernels.launch import dependent_launches
 from miles_k3.k3.kernels.mla_decode import paged_read
 from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts
 from miles_k3.k3.kernels.packed_conv import packed_conv
@@ -52,7 +53,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """`shared` and `spilled` in bytes, of a block and of a thread."""
+    """`shared` and `spilled` in bytes, of a block and of a thread; `waits` for the kernels before it by itself."""
 
     kernel: str
     call: str
@@ -60,6 +61,7 @@ class Compiled:
     registers: int
     spilled: int
     shared: int
+    waits: bool
 
 
 class _Target:
@@ -240,12 +242,12 @@ def usage(cubin: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def compile_all(capability: int, scratch: Path) -> list[Compiled]:
-    """Every kernel of `calls`, once for each of its forms."""
+def compile_all(capability: int, scratch: Path, *, dependent: bool = False) -> list[Compiled]:
+    """Every kernel of `calls`, once for each of its forms. `dependent`: as they are for programmatic launches."""
     seen: dict[str, Compiled] = {}
     for call, launch in calls():
         found: list[tuple[str, Any]] = []
-        with compiling_only(capability, found):
+        with compiling_only(capability, found), dependent_launches() if dependent else nullcontext():
             launch()
         for name, kernel in found:
             if kernel.hash in seen:
@@ -255,7 +257,7 @@ def compile_all(capability: int, scratch: Path) -> list[Compiled]:
             registers, spilled = usage(cubin)
             seen[kernel.hash] = Compiled(
                 kernel=name, call=call, warps=kernel.metadata.num_warps, registers=registers, spilled=spilled,
-                shared=kernel.metadata.shared,
+                shared=kernel.metadata.shared, waits="griddepcontrol.wait" in kernel.asm["ptx"],
             )  # fmt: skip
     return list(seen.values())
 
@@ -263,10 +265,11 @@ def compile_all(capability: int, scratch: Path) -> list[Compiled]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, default=90, help="90 is Hopper, 100 Blackwell.")
+    parser.add_argument("--dependent", action="store_true", help="As programmatic dependent launches take them.")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
-        rows = compile_all(options.capability, Path(scratch))
+        rows = compile_all(options.capability, Path(scratch), dependent=options.dependent)
     print("| kernel | call | warps | registers | spilled | shared |\n|---|---|---|---|---|---|")
     for r in rows:
         print(f"| {r.kernel} | {r.call} | {r.warps} | {r.registers} | {r.spilled} | {r.shared:,} |")

@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -23,8 +22,8 @@ from torch import Tensor
 
 from miles_k3.adapters.layout import adapter_layout, gate_up_pairs
 from miles_k3.adapters.update import make_update, update_bytes
-from miles_k3.bench.measures import Ceilings, Row, collected, device_ms, wall_ms
-from miles_k3.errors import EngineError, LaunchError
+from miles_k3.bench.measures import Ceilings, Row, device_ms, wall_ms
+from miles_k3.errors import EngineError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.params import Part, text_params
 from miles_k3.k3.random_weights import random_base
@@ -96,14 +95,19 @@ def random_update(engine: EmbeddedEngine, version: int = 0) -> AdapterUpdate:
     return make_update(version, CONFIG, tensors)
 
 
-def decoding(engine: EmbeddedEngine, count: int, context: int) -> list[Request]:
-    """Requests that have computed random prompts of `context` tokens and decode, driven by hand."""
+def decoding(engine: EmbeddedEngine, count: int, context: int, *, same: bool = False) -> list[Request]:
+    """Requests that have computed random prompts of `context` tokens and decode, driven by hand.
+
+    `same`: one prompt and one seed for all, so that they go through the same experts, as equal rows of zeros do.
+    """
     generator = torch.Generator().manual_seed(count)
     requests = []
     for i in range(count):
+        if same:
+            generator.manual_seed(count)
         prompt = tuple(torch.randint(0, engine.config.vocab_size, (context,), generator=generator).tolist())
         params = SamplingParams(
-            max_new_tokens=engine.max_sequence_tokens - context, seed=i,
+            max_new_tokens=engine.max_sequence_tokens - context, seed=0 if same else i,
             return_routed_experts=engine.runner.graphs is None,
         )  # fmt: skip
         requests.append(Request(id=f"bench-{i}", prompt=prompt, params=params, version=engine.store.acquire()))
@@ -156,20 +160,22 @@ def pairs(routed_TMK: Tensor) -> int:
 
 
 def bench_decode(base: ResidentBase, ceilings: Ceilings, batches: Sequence[int], context: int = 256) -> Iterator[Row]:
-    """Decode steps without and with an adapter, on the device and as the engine takes them."""
+    """Decode steps without and with an adapter, on the device and as the engine takes them; of different prompts, and
+    of one, whose requests share their experts."""
     work = Work.of(base.config, CONFIG)
     engine = bench_engine(base, max_running=max(batches), context=context, new_tokens=256)
     for adapted in (False, True):
         if adapted:
             engine.load_adapter(random_update(engine))
-        for batch in batches:
-            requests = decoding(engine, batch, context)
+        for batch, same in [(batch, False) for batch in batches] + [(batch, True) for batch in batches if batch > 1]:
+            requests = decoding(engine, batch, context, same=same)
             wall = step_ms(engine)
             ms, touched = decode_step(engine, requests)
             read = work.decode_bytes(touched, adapted) + cache_bytes(engine, requests)
             end(engine, requests)
             floor = ceilings.floor_ms(read, 0)
-            shape = f"batch {batch}, {touched} experts{', LoRA of rank 16' if adapted else ''}"
+            shape = f"batch {batch}{' of one prompt' if same else ''}, {touched} experts"
+            shape += ", LoRA of rank 16" if adapted else ""
             yield Row(
                 kernel="decode step", shape=shape, ms=ms, floor_ms=floor, peer="as the engine steps", peer_ms=wall
             )
@@ -260,30 +266,3 @@ def bench_swap(base: ResidentBase, ceilings: Ceilings, batch: int = 8, swaps: in
 def two_layers(config: K3Config) -> K3Config:
     """MLA with a dense MLP, then KDA with routed experts: one of each, small enough for unpacked experts."""
     return dataclasses.replace(config, num_hidden_layers=2, first_k_dense_replace=1, mla_layers=(0,))
-
-
-def run(
-    name: Literal["decode", "prefill", "swap", "eager"], model: Path, batches: Sequence[int], context: int,
-    told: Callable[[Row], None] = lambda _: None, *, device: str = "cuda",
-) -> tuple[Ceilings, list[Row]]:  # fmt: skip
-    """A bench of the config in a folder, `told` row by row; `eager` takes one layer of each kind of it.
-
-    Raises LaunchError where the device isn't there.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise LaunchError(
-            f"miles-k3 bench {name} measures whole steps on a GPU and found no CUDA device; for a look at the table "
-            "take a CPU and a small model: --device cpu --model assets/tiny-k3"
-        )
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    ceilings, config = Ceilings.measure(device, dtype), K3Config.from_folder(model)
-    if name == "eager":
-        config = two_layers(config)
-    base = random_base(config, dtype=dtype, device=device, base_dtype="mxfp4")
-    benches = {
-        "decode": partial(bench_decode, batches=batches, context=context),
-        "eager": partial(bench_eager, batches=batches, context=context),
-        "prefill": partial(bench_prefill, tokens=context),
-        "swap": partial(bench_swap, batch=batches[0]),
-    }
-    return ceilings, collected(benches[name](base, ceilings), told)

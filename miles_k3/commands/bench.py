@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from miles_k3.commands.options import RecipeArg, SetOption
 
 if TYPE_CHECKING:  # brings torch
+    from miles_k3.bench.engine_steps import EngineBench
     from miles_k3.bench.measures import Ceilings, Row
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
@@ -95,6 +96,15 @@ def bench_prefill(
     _engine_bench("prefill", model, [1], tokens, device, out)
 
 
+@bench_app.command("variants")
+def bench_variants(
+    model: Folder = K3_LAYERS, batch: Batch = None, context: Context = 256, device: Device = "cuda",
+    out: Out = Path("runs/bench"),
+) -> None:  # fmt: skip
+    """Decode steps without the shared experts' branch, and with dependent launches, beside the steps as they are."""
+    _engine_bench("variants", model, batch or [1, 8, 64], context, device, out)
+
+
 @bench_app.command("swap")
 def bench_swap(model: Folder = K3_LAYERS, device: Device = "cuda", out: Out = Path("runs/bench")) -> None:
     """A whole adapter into the engine's idle slot, on an idle device and while requests decode."""
@@ -102,12 +112,11 @@ def bench_swap(model: Folder = K3_LAYERS, device: Device = "cuda", out: Out = Pa
 
 
 def _engine_bench(
-    name: Literal["decode", "prefill", "swap", "eager"], model: Path, batches: list[int], context: int, device: str,
-    out: Path,
+    name: EngineBench, model: Path, batches: list[int], context: int, device: str, out: Path
 ) -> None:  # fmt: skip
-    from miles_k3.bench import engine
+    from miles_k3.bench import engine_steps
 
-    _told(name, *engine.run(name, model, batches, context, _progress, device=device), out)
+    _told(name, *engine_steps.run(name, model, batches, context, _progress, device=device), out)
 
 
 @bench_app.command("train")

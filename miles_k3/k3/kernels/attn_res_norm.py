@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_k3.k3.kernels.launch import power_of_two
+from miles_k3.k3.kernels.launch import dependent, power_of_two, wait_for_inputs
 from miles_k3.k3.ops.attn_res import KEY_EPS
 
 
@@ -52,7 +52,7 @@ def attn_res_norm(rows_NTH: Tensor, num_banked: int, query_H: Tensor, norm_weigh
             out if tap_TH is None else tap_TH, rows_NTH.stride(0), 0 if tap_TH is None else tap_TH.stride(0), eps,
             KEY_EPS, HIDDEN=hidden, ROWS=banked + 1, ROW_BLOCK=power_of_two(banked + 1), WRITE=int(write),
             TAP=tap_TH is not None, STEP=power_of_two(hidden, at_most=256), BLOCK=power_of_two(hidden),
-            num_warps=16 if hidden > 4096 else 4,
+            num_warps=16 if hidden > 4096 else 4, **dependent(),
         )  # fmt: skip
     return out, banked
 
@@ -60,8 +60,9 @@ def attn_res_norm(rows_NTH: Tensor, num_banked: int, query_H: Tensor, norm_weigh
 @triton.jit
 def _attn_res_norm(row_ptr, output_ptr, query_ptr, norm_ptr, out_ptr, tap_ptr, row_stride, tap_stride, eps, key_eps,
                    HIDDEN: tl.constexpr, ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr, WRITE: tl.constexpr,
-                   TAP: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                   TAP: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """One token. For the scores each warp reads its own row, so that sums hardly cross warps; for the mix all share."""
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     DTYPE: tl.constexpr = row_ptr.dtype.element_ty
     row_ptr += token * HIDDEN

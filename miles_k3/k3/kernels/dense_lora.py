@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_k3.k3.kernels.launch import power_of_two
+from miles_k3.k3.kernels.launch import dependent, power_of_two, wait_for_inputs
 from miles_k3.k3.kernels.skinny import Product, products_
 
 
@@ -51,7 +51,7 @@ def expand_(y_TO: Tensor, low_STR: Tensor, slot_T: Tensor, bs: Sequence[Tensor],
     _expand[(triton.cdiv(width, 64), triton.cdiv(num_tokens, token_block))](
         y_TO, low_STR, slot_T, tuple(bs), tuple(scalings), num_tokens, y_TO.stride(0), low_STR.stride(0),
         low_STR.stride(1), width, ADAPTERS=len(bs), RANK=rank, RANK_BLOCK=power_of_two(rank, at_least=16),
-        TOKEN_BLOCK=token_block, OUT_BLOCK=64, num_warps=4,
+        TOKEN_BLOCK=token_block, OUT_BLOCK=64, num_warps=4, **dependent(),
     )  # fmt: skip
     return y_TO
 
@@ -79,6 +79,7 @@ def situ_with_lora(
         h_T2F, out, low, low_up, h_T2F if slot_T is None else slot_T, tuple(gate_bs), tuple(up_bs), tuple(scalings),
         num_tokens, h_T2F.stride(0), low.stride(0), low.stride(1), *betas, WIDTH=width, ADAPTERS=len(gate_bs),
         RANK=rank, RANK_BLOCK=power_of_two(rank, at_least=16), TOKEN_BLOCK=token_block, OUT_BLOCK=64, num_warps=4,
+        **dependent(),
     )  # fmt: skip
     return out
 
@@ -99,7 +100,8 @@ def _delta(low_ptr, slot, slot_stride, low_stride, b, s: tl.constexpr, scaling, 
 @triton.jit
 def _expand(y_ptr, low_ptr, slot_ptr, bs, scalings, num_tokens, y_stride, slot_stride, low_stride, num_outputs,
             ADAPTERS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, TOKEN_BLOCK: tl.constexpr,
-            OUT_BLOCK: tl.constexpr):  # fmt: skip
+            OUT_BLOCK: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
+    wait_for_inputs(PDL)
     token = tl.program_id(1) * TOKEN_BLOCK + tl.arange(0, TOKEN_BLOCK)
     out = tl.program_id(0) * OUT_BLOCK + tl.arange(0, OUT_BLOCK)
     slot = tl.load(slot_ptr + token, mask=token < num_tokens, other=-1)
@@ -122,7 +124,9 @@ def _tanh(x):
 @triton.jit
 def _situ(h_ptr, out_ptr, low_ptr, low_up_ptr, slot_ptr, gate_bs, up_bs, scalings, num_tokens, h_stride, slot_stride,
           low_stride, beta, linear_beta, WIDTH: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr,
-          RANK_BLOCK: tl.constexpr, TOKEN_BLOCK: tl.constexpr, OUT_BLOCK: tl.constexpr):  # fmt: skip
+          RANK_BLOCK: tl.constexpr, TOKEN_BLOCK: tl.constexpr, OUT_BLOCK: tl.constexpr,
+          PDL: tl.constexpr = False):  # fmt: skip
+    wait_for_inputs(PDL)
     token = tl.program_id(1) * TOKEN_BLOCK + tl.arange(0, TOKEN_BLOCK)
     out = tl.program_id(0) * OUT_BLOCK + tl.arange(0, OUT_BLOCK)
     ok = (token < num_tokens)[:, None] & (out < WIDTH)[None, :]

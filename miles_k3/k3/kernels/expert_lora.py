@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_k3.k3.kernels.launch import power_of_two
+from miles_k3.k3.kernels.launch import dependent, power_of_two, wait_for_inputs
 from miles_k3.k3.ops.lora import ExpertLoraTerm
 
 
@@ -35,7 +35,7 @@ def front_low(z_TZ: Tensor, lora: Sequence[ExpertLoraTerm]) -> tuple[Tensor, Ten
             tuple(z_TZ if t.rows_T1 is None else t.rows_T1 for t in lora), tuple(t.scaling for t in lora), low, scale,
             num_tokens, MASKED=sum((t.rows_T1 is not None) << i for i, t in enumerate(lora)), WIDTH=width, RANK=rank,
             RANK_BLOCK=power_of_two(rank, at_least=16), TERMS=len(lora), SPLITS=splits, TOKEN_BLOCK=block,
-            INPUT_BLOCK=128, num_warps=4, num_stages=3,
+            INPUT_BLOCK=128, num_warps=4, num_stages=3, **dependent(),
         )  # fmt: skip
     return low, scale
 
@@ -43,8 +43,10 @@ def front_low(z_TZ: Tensor, lora: Sequence[ExpertLoraTerm]) -> tuple[Tensor, Ten
 @triton.jit
 def _low_kernel(z_ptr, a1s, a3s, masks, scalings, low_ptr, scale_ptr, num_tokens, MASKED: tl.constexpr,
                 WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, TERMS: tl.constexpr,
-                SPLITS: tl.constexpr, TOKEN_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr):  # fmt: skip
+                SPLITS: tl.constexpr, TOKEN_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr,
+                PDL: tl.constexpr = False):  # fmt: skip
     """One split of one adapter's A1 or A3 for a block of tokens. MASKED: a bit for each adapter that has a mask."""
+    wait_for_inputs(PDL)
     which = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     token = tl.program_id(1) * TOKEN_BLOCK + tl.arange(0, TOKEN_BLOCK)

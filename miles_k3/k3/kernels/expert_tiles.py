@@ -13,6 +13,7 @@ import triton.language as tl
 
 from miles_k3.k3.kernels.expert_lora import add_front_lora, low_rank_rows
 from miles_k3.k3.kernels.grouped_mxfp4 import multiply_packed
+from miles_k3.k3.kernels.launch import wait_for_inputs
 from miles_k3.k3.kernels.mxfp4_unpack import nibble_source
 
 
@@ -85,8 +86,10 @@ def gate_up_kernel(z_ptr, code_ptr, scale_ptr, act_ptr, order_ptr, expert_ptr, s
                    num_tokens, beta, linear_beta, INNER: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
                    RANK_BLOCK: tl.constexpr, TERMS: tl.constexpr, SPLITS: tl.constexpr, TOP_K: tl.constexpr,
                    OUT_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr,
-                   MORE_ROWS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
+                   MORE_ROWS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
+                   PDL: tl.constexpr = False):  # fmt: skip
     """SiTU of both projections, with LoRA. What an expert has beyond a whole tile gets a narrow one."""
+    wait_for_inputs(PDL)
     tile = tl.program_id(1)
     rows = tl.load(rows_ptr + tile)
     if rows == 0:
@@ -153,8 +156,9 @@ def down_kernel(act_ptr, code_ptr, scale_ptr, y_ptr, order_ptr, expert_ptr, star
                 num_rows, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
                 TERMS: tl.constexpr, SPLITS: tl.constexpr, OUT_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
                 ROW_BLOCK: tl.constexpr, MORE_ROWS: tl.constexpr, WIDE: tl.constexpr,
-                ASSEMBLY: tl.constexpr):  # fmt: skip
+                ASSEMBLY: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """The first TERMS * SPLITS programs of a tile make A2's parts, the others the down product."""
+    wait_for_inputs(PDL)
     tile = tl.program_id(1)
     rows = tl.load(rows_ptr + tile)
     if rows == 0:

@@ -24,7 +24,7 @@ from torch import Tensor
 from miles_k3.k3.kernels.expert_lora import front_low
 from miles_k3.k3.kernels.expert_tiles import down_kernel, gate_up_kernel
 from miles_k3.k3.kernels.grouped_mxfp4 import Shape, forward_shape, uses_assembly
-from miles_k3.k3.kernels.launch import dividing_block, power_of_two
+from miles_k3.k3.kernels.launch import dependent, dividing_block, power_of_two, wait_for_inputs
 from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts, nibble_order
 from miles_k3.k3.kernels.tiles import SMALL_ROWS, Routed, dispatch
 from miles_k3.k3.ops.lora import ExpertLoraTerm
@@ -62,7 +62,7 @@ def fused_experts(
         y_MZ, low_SPMR, tuple(t.b2 for t in lora), scale_ST, weights_TK, out, w2.out_width,
         experts_TK.numel(), RANK=low_SPMR.shape[-1], RANK_BLOCK=power_of_two(low_SPMR.shape[-1]),
         SPLITS=low_SPMR.shape[1], TOP_K_BLOCK=power_of_two(top_k), TERMS=len(lora), TOP_K=top_k,
-        BLOCK=block, num_warps=4,
+        BLOCK=block, num_warps=4, **dependent(),
     )  # fmt: skip
     return out
 
@@ -81,7 +81,7 @@ def _gate_up(z_TZ: Tensor, routed: Routed, w13: PackedExperts, shape: Shape, bet
         TERMS=len(lora), SPLITS=low_PS2TR.shape[0], TOP_K=routed.top_k, OUT_BLOCK=shape.outputs,
         COLUMN_BLOCK=dividing_block(columns, shape.columns),
         ROW_BLOCK=shape.rows, MORE_ROWS=shape.more_rows, WIDE=w13.wide, ASSEMBLY=uses_assembly(z_TZ),
-        **shape.launch,
+        **shape.launch, **dependent(),
     )  # fmt: skip
     return act
 
@@ -101,7 +101,7 @@ def _down(act_MI: Tensor, routed: Routed, w2: PackedExperts, shape: Shape, lora:
         low, tuple(t.a2 for t in lora), num_rows, OUTPUTS=w2.out_width, COLUMNS=columns, RANK=rank,
         RANK_BLOCK=power_of_two(rank, at_least=16), TERMS=len(lora), SPLITS=splits, OUT_BLOCK=shape.outputs,
         COLUMN_BLOCK=dividing_block(columns, shape.columns), ROW_BLOCK=shape.rows, MORE_ROWS=shape.more_rows,
-        WIDE=w2.wide, ASSEMBLY=uses_assembly(act_MI), **shape.launch,
+        WIDE=w2.wide, ASSEMBLY=uses_assembly(act_MI), **shape.launch, **dependent(),
     )  # fmt: skip
     return y, low
 
@@ -109,8 +109,9 @@ def _down(act_MI: Tensor, routed: Routed, w2: PackedExperts, shape: Shape, lora:
 @triton.jit
 def _combine(y_ptr, low_ptr, b2s, scale_ptr, weight_ptr, out_ptr, width, num_rows, RANK: tl.constexpr,
              RANK_BLOCK: tl.constexpr, SPLITS: tl.constexpr, TOP_K_BLOCK: tl.constexpr, TERMS: tl.constexpr,
-             TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+             TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """One token's rows times its router weights, in fp32, and B2 of its weighted low rows."""
+    wait_for_inputs(PDL)
     token = tl.program_id(1).to(tl.int64)
     z = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

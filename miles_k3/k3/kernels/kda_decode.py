@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from miles_k3.k3.kernels.launch import dependent, wait_for_inputs
 from miles_k3.k3.ops.norm import L2_EPS
 
 # At most 128 registers: two programs a multiprocessor, one waits for its state while the other computes.
@@ -59,7 +60,7 @@ def kda_decode(raw_BD: Tensor, f_BNK: Tensor, beta_BN: Tensor, gate_BNV: Tensor,
             states_SNKV, windows_SWD, slot_B, out, scratch, raw_BD.stride(0), f_BNK.stride(0), beta_BN.stride(0),
             gate_BNV.stride(0), states_SNKV.stride(0), windows_SWD.stride(0), windows_SWD.stride(1), weights.eps,
             weights.lower_bound, L2_EPS, keys**-0.5, HEADS=heads, KEYS=keys, VALUES=values,
-            **LAUNCH,
+            **LAUNCH, **dependent(),
         )  # fmt: skip
     return out
 
@@ -124,7 +125,8 @@ def read(state, scratch_ptr, gate, norm, key, eps, VALUES: tl.constexpr):
 def _kda_decode(raw_ptr, f_ptr, beta_ptr, gate_ptr, conv_ptr, rate_ptr, dt_ptr, norm_ptr, state_ptr, window_ptr,
                 slot_ptr, out_ptr, scratch_ptr, raw_stride, f_stride, beta_stride, gate_stride, state_stride,
                 window_slot_stride, window_stride, eps, lower_bound, l2_eps, scale, HEADS: tl.constexpr,
-                KEYS: tl.constexpr, VALUES: tl.constexpr):  # fmt: skip
+                KEYS: tl.constexpr, VALUES: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
+    wait_for_inputs(PDL)
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)

@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 BLACKWELL = 100
+_dependent: dict[str, bool] = {}
+
+
+@contextmanager
+def dependent_launches() -> Iterator[None]:
+    """Within it decode's kernels start while the ones before them end, and wait for their results by themselves."""
+    _dependent.update(PDL=True, launch_pdl=True)
+    try:
+        yield
+    finally:
+        _dependent.clear()
+
+
+def dependent() -> dict[str, bool]:
+    """What a launch takes for that."""
+    return _dependent
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """A kernel's first line: nothing may be read or written before, for the kernels before it may still run."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 def capability() -> int:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_k3.k3.kernels.launch import BLACKWELL, INTERPRETED, capability, power_of_two
+from miles_k3.k3.kernels.launch import BLACKWELL, INTERPRETED, capability, dependent, power_of_two, wait_for_inputs
 
 TARGET_PROGRAMS = 264  # two for each of an H200's multiprocessors
 TOKENS = 64  # of a step
@@ -62,10 +62,11 @@ def paged_read(q_BNL: Tensor, cache_KGL: Tensor, page_BP: Tensor, length_B: Tens
         HEADS=heads, LATENT=latent, EXTRA=width - latent, PAGE=page_size, SPLITS=num_splits, HEAD_BLOCK=head_block,
         LATENT_BLOCK=power_of_two(latent, at_least=16), EXTRA_BLOCK=power_of_two(width - latent, at_least=16),
         TOKENS=TOKENS, INTERPRETED=INTERPRETED, num_warps=8 if head_block == 64 else 4, num_stages=stages,
+        **dependent(),
     )  # fmt: skip
     _merge[(heads, batch)](
         part, lse, out, batch, HEADS=heads, LATENT=latent, SPLITS=num_splits, SPLIT_BLOCK=power_of_two(num_splits),
-        LATENT_BLOCK=power_of_two(latent), num_warps=4,
+        LATENT_BLOCK=power_of_two(latent), num_warps=4, **dependent(),
     )  # fmt: skip
     return out
 
@@ -98,8 +99,10 @@ def _attend(acc, top, total, q, q_extra, cache_ptr, page_ptr, first, length, pag
 def _read_split(q_ptr, cache_ptr, page_ptr, length_ptr, part_ptr, lse_ptr, page_stride, token_stride,
                 table_stride, batch, scale, HEADS: tl.constexpr, LATENT: tl.constexpr, EXTRA: tl.constexpr,
                 PAGE: tl.constexpr, SPLITS: tl.constexpr, HEAD_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr,
-                EXTRA_BLOCK: tl.constexpr, TOKENS: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+                EXTRA_BLOCK: tl.constexpr, TOKENS: tl.constexpr, INTERPRETED: tl.constexpr,
+                PDL: tl.constexpr = False):  # fmt: skip
     """Every SPLITS-th run of tokens of one sequence, for HEAD_BLOCK heads: their weighted latents and log-sum-exp."""
+    wait_for_inputs(PDL)
     split, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     head = tl.program_id(0) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     c, e = tl.arange(0, LATENT_BLOCK), tl.arange(0, EXTRA_BLOCK)
@@ -136,8 +139,9 @@ def _read_split(q_ptr, cache_ptr, page_ptr, length_ptr, part_ptr, lse_ptr, page_
 
 @triton.jit
 def _merge(part_ptr, lse_ptr, out_ptr, batch, HEADS: tl.constexpr, LATENT: tl.constexpr, SPLITS: tl.constexpr,
-           SPLIT_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr):  # fmt: skip
+           SPLIT_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """The splits' results weighted by their share of the softmax."""
+    wait_for_inputs(PDL)
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     s, c = tl.arange(0, SPLIT_BLOCK), tl.arange(0, LATENT_BLOCK)
     place = (s * batch + row) * HEADS + head

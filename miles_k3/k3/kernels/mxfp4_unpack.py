@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_k3.k3.config import MXFP4_GROUP
+from miles_k3.k3.kernels.launch import dependent, wait_for_inputs
 
 NIBBLE_BLOCK = 64  # inputs
 LARGEST_NARROW = 128  # scale byte up to which 2^126 fits into the scale's own bfloat16
@@ -95,7 +96,8 @@ def side_by_side(w0, w1, w2, w3, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _reorder(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _reorder(x_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
+    wait_for_inputs(PDL)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)
     ok = first + place < size
@@ -105,7 +107,7 @@ def _reorder(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
 def nibble_order(x_MD: Tensor) -> Tensor:
     """A copy of the contiguous [M, D] with the inputs in nibble order; D is a multiple of 64."""
     out, block = torch.empty_like(x_MD), 2048
-    _reorder[(triton.cdiv(x_MD.numel(), block),)](x_MD, out, x_MD.numel(), BLOCK=block, num_warps=4)
+    _reorder[(triton.cdiv(x_MD.numel(), block),)](x_MD, out, x_MD.numel(), BLOCK=block, num_warps=4, **dependent())
     return out
 
 

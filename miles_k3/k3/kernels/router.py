@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from miles_k3.k3.kernels.launch import INTERPRETED, power_of_two
+from miles_k3.k3.kernels.launch import INTERPRETED, dependent, power_of_two, wait_for_inputs
 from miles_k3.k3.ops.latent_moe import RENORM_EPS
 
 
@@ -39,6 +39,7 @@ def choose_experts(logits_TE: Tensor, bias_E: Tensor, *, top_k: int, renormalize
             logits_TE, bias_E, experts if forced_TK is None else forced_TK, weights, experts, num_experts,
             logits_TE.stride(0), scaling, TOP_K=top_k, K_BLOCK=power_of_two(top_k), BLOCK=power_of_two(num_experts),
             FORCED=forced_TK is not None, RENORMALIZE=renormalize, EPS=RENORM_EPS, EXACT=not INTERPRETED, num_warps=1,
+            **dependent(),
         )  # fmt: skip
     return weights, experts
 
@@ -54,7 +55,8 @@ def _sigmoid(x, EXACT: tl.constexpr):
 @triton.jit
 def _choose(logit_ptr, bias_ptr, forced_ptr, weight_ptr, expert_ptr, num_experts, stride, scaling, TOP_K: tl.constexpr,
             K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, FORCED: tl.constexpr, RENORMALIZE: tl.constexpr,
-            EPS: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+            EPS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < num_experts

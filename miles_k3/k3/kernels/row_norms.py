@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_k3.k3.kernels.launch import power_of_two
+from miles_k3.k3.kernels.launch import dependent, power_of_two, wait_for_inputs
 
 
 def rms_norm_rows(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -23,7 +23,7 @@ def rms_norm_rows(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     if x_TH.shape[0]:
         _norm_rows[(x_TH.shape[0],)](
             x_TH, weight_H, out, x_TH.stride(0), eps, WIDTH=width, BLOCK=power_of_two(width),
-            num_warps=8 if width > 2048 else 4,
+            num_warps=8 if width > 2048 else 4, **dependent(),
         )  # fmt: skip
     return out
 
@@ -40,7 +40,7 @@ def gated_heads(o_TNV: Tensor, gate_TD: Tensor, norm_V: Tensor | None = None, ep
         _gated[(num_tokens, triton.cdiv(heads, per_program))](
             o_TNV, gate_TD, o_TNV if norm_V is None else norm_V, out, o_TNV.stride(0), o_TNV.stride(1),
             gate_TD.stride(0), eps, HEADS=heads, VALUES=values, NORM=norm_V is not None,
-            HEAD_BLOCK=power_of_two(per_program), VALUE_BLOCK=power_of_two(values), num_warps=4,
+            HEAD_BLOCK=power_of_two(per_program), VALUE_BLOCK=power_of_two(values), num_warps=4, **dependent(),
         )  # fmt: skip
     return out
 
@@ -63,7 +63,7 @@ def mla_norms_(
         q_TA, q_norm_A, row_TL, kv_norm_C, cache, q_TA if write_T is None else write_T, q_TA.stride(0),
         row_TL.stride(0), cache.stride(0), token_stride, eps, LOW=low, LATENT=latent, EXTRA=width - latent,
         PAGE=1 if cache_KGL is None else cache_KGL.shape[1], WRITES=cache_KGL is not None, LOW_BLOCK=power_of_two(low),
-        LATENT_BLOCK=power_of_two(latent), EXTRA_BLOCK=power_of_two(width - latent), num_warps=4,
+        LATENT_BLOCK=power_of_two(latent), EXTRA_BLOCK=power_of_two(width - latent), num_warps=4, **dependent(),
     )  # fmt: skip
 
 
@@ -75,7 +75,9 @@ def _normed(x, weight, width, eps, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _norm_rows(x_ptr, weight_ptr, out_ptr, stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_rows(x_ptr, weight_ptr, out_ptr, stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+               PDL: tl.constexpr = False):  # fmt: skip
+    wait_for_inputs(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + i, mask=i < WIDTH, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + i, mask=i < WIDTH, other=0.0)
@@ -84,7 +86,9 @@ def _norm_rows(x_ptr, weight_ptr, out_ptr, stride, eps, WIDTH: tl.constexpr, BLO
 
 @triton.jit
 def _gated(o_ptr, gate_ptr, norm_ptr, out_ptr, o_stride, head_stride, gate_stride, eps, HEADS: tl.constexpr,
-           VALUES: tl.constexpr, NORM: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr):  # fmt: skip
+           VALUES: tl.constexpr, NORM: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+           PDL: tl.constexpr = False):  # fmt: skip
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     v = tl.arange(0, VALUE_BLOCK)
@@ -104,8 +108,9 @@ def _gated(o_ptr, gate_ptr, norm_ptr, out_ptr, o_stride, head_stride, gate_strid
 def _mla_norms(q_ptr, q_norm_ptr, row_ptr, kv_norm_ptr, cache_ptr, write_ptr, q_stride, row_stride, page_stride,
                token_stride, eps, LOW: tl.constexpr, LATENT: tl.constexpr, EXTRA: tl.constexpr,
                PAGE: tl.constexpr, WRITES: tl.constexpr, LOW_BLOCK: tl.constexpr, LATENT_BLOCK: tl.constexpr,
-               EXTRA_BLOCK: tl.constexpr):  # fmt: skip
+               EXTRA_BLOCK: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Program 0 of a token norms the query, program 1 the latent."""
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         i = tl.arange(0, LOW_BLOCK)

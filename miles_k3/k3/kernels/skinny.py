@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_k3.k3.kernels.launch import dividing_block, power_of_two
+from miles_k3.k3.kernels.launch import dependent, dividing_block, power_of_two, wait_for_inputs
 
 MOST_ROWS = 16
 
@@ -61,7 +61,7 @@ def products_(x_TI: Tensor, products: Sequence[Product]) -> None:
         tuple(p.weight_OI.stride(0) for p in ordered), tuple(p.out_TO.stride(0) for p in ordered), x_TI.stride(0),
         x_TI.shape[0], ends, widths, ADDS=tuple(p.add for p in ordered), COUNT=len(ordered), INPUTS=x_TI.shape[1],
          OUT_BLOCK=cut.outputs, INPUT_BLOCK=cut.inputs, ROW_BLOCK=cut.rows,
-        num_warps=cut.warps, num_stages=4,
+        num_warps=cut.warps, num_stages=4, **dependent(),
     )  # fmt: skip
 
 
@@ -97,8 +97,9 @@ class _Cut:
 @triton.jit
 def _skinny(x_ptr, weights, outs, weight_strides, out_strides, x_stride, num_rows, ends, widths, ADDS: tl.constexpr,
             COUNT: tl.constexpr, INPUTS: tl.constexpr, OUT_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr,
-            ROW_BLOCK: tl.constexpr):  # fmt: skip
+            ROW_BLOCK: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """A program makes OUT_BLOCK outputs of one of the products, for all rows. `ends`: programs up to each product's."""
+    wait_for_inputs(PDL)
     program = tl.program_id(0)
     for n in tl.static_range(COUNT):
         first = ends[n - 1] if n > 0 else 0

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_k3.k3.kernels.launch import power_of_two
+from miles_k3.k3.kernels.launch import dependent, power_of_two, wait_for_inputs
 
 SMALL_ROWS = 4096  # up to here, counting smaller ids for each row is one quick launch and a sort is several
 
@@ -67,16 +67,17 @@ def dispatch(experts_TK: Tensor, num_experts: int, block: int) -> Routed:
     per_program = 16
     _dispatch[(triton.cdiv(num_rows, per_program),)](
         flat, order, expert, start, rows, num_rows, block, PER_PROGRAM=per_program,
-        BLOCK=power_of_two(num_rows, at_least=16, at_most=256),
+        BLOCK=power_of_two(num_rows, at_least=16, at_most=256), **dependent(),
     )  # fmt: skip
     return Routed(order, Tiles(expert, start, rows, block), top_k)
 
 
 @triton.jit
 def _dispatch(id_ptr, order_ptr, expert_ptr, start_ptr, rows_ptr, num_rows, block, PER_PROGRAM: tl.constexpr,
-              BLOCK: tl.constexpr):  # fmt: skip
+              BLOCK: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """The sorted place of a row is the number of smaller ids, plus earlier rows of its own; a tile starts there where
     a multiple of `block` of its expert's rows lie before it."""
+    wait_for_inputs(PDL)
     i = tl.program_id(0) * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
     own = tl.load(id_ptr + i, mask=i < num_rows, other=-1).to(tl.int32)
     smaller = tl.zeros([PER_PROGRAM], tl.int32)

@@ -64,6 +64,8 @@ class FusedMlp(MlpLayer):
 class FusedMoe(MoeLayer):
     """Routed experts beside the shared ones. Inside a CUDA graph the shared experts are a branch of their own."""
 
+    branches = True  # `miles-k3 bench variants` measures what that is worth
+
     def __init__(self, config: K3Config, weights: MoeWeights, layer: int) -> None:
         super().__init__(config, weights, layer)
         self._packed = weights.bank.for_kernels()
@@ -77,7 +79,7 @@ class FusedMoe(MoeLayer):
         z_TZ = x_TH.new_empty(num_tokens, w.down_t.shape[1])
         logits_TE = torch.empty(num_tokens, w.gate_EH.shape[0], device=x_TH.device)
         products_(x_TH, [*front.products, Product(w.down_t.t(), z_TZ), Product(w.gate_EH, logits_TE)])
-        branch = self._side if x_TH.is_cuda and torch.cuda.is_current_stream_capturing() else None
+        branch = self._side if self.branches and x_TH.is_cuda and torch.cuda.is_current_stream_capturing() else None
         if branch is None:
             out_TH = shared.finish(front, adapters)
         else:

@@ -12,14 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from miles_k3.adapters.layout import adapter_layout
-from miles_k3.bench import engine, training
-from miles_k3.bench.engine import CONFIG, Work
+from miles_k3.bench import engine_steps, training
+from miles_k3.bench.engine import CONFIG, Work, bench_engine, decode_step, decoding, end
 from miles_k3.cli import app
 from miles_k3.errors import LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.naive import NaiveK3
 from miles_k3.k3.params import text_params
-from miles_k3.k3.random_weights import draw
+from miles_k3.k3.random_weights import draw, random_base
 from miles_k3.recipe import load_recipe
 
 TINY = Path(__file__).parents[3] / "assets" / "tiny-k3"
@@ -28,7 +28,8 @@ TINY = Path(__file__).parents[3] / "assets" / "tiny-k3"
 @pytest.mark.parametrize(
     ("arguments", "rows"),
     [
-        (["decode", "--batch", "2", "--context", "5"], ["decode step"] * 2),
+        (["decode", "--batch", "2", "--context", "5"], ["decode step"] * 4),
+        (["variants", "--batch", "2", "--context", "5"], ["no branch", "dependent launches"]),
         (["eager", "--batch", "2", "--context", "5"], ["decode step of 2 layers"]),
         (["prefill", "--tokens", "16"], ["prefill"] * 2),
         (["swap"], ["swap, idle device", "swap, what decode loses"]),
@@ -43,6 +44,18 @@ def test_engine_rows(arguments: list[str], rows: list[str], tmp_path: Path) -> N
     assert [row["kernel"] for row in found] == rows
     assert all(row["floor_ms"] > 0 and math.isfinite(row["ms"]) for row in found)
     assert all(row["ms"] > 0 for row in found if row["kernel"] != "swap, what decode loses")
+
+
+def test_requests_of_one_prompt_share_their_experts() -> None:
+    config = K3Config.from_folder(TINY)
+    made = bench_engine(random_base(config, dtype=torch.float32), max_running=4, context=8, new_tokens=64)
+    chosen = {}
+    for same in (False, True):
+        requests = decoding(made, 4, 8, same=same)
+        chosen[same] = decode_step(made, requests, repeats=2)[1]
+        end(made, requests)
+    made.close()
+    assert chosen[True] == config.num_experts_per_token * len(config.moe_layers) < chosen[False]
 
 
 def test_train_rows(tmp_path: Path) -> None:
@@ -83,4 +96,4 @@ def test_what_cannot_be_measured_is_refused() -> None:
         training.run(load_recipe("tiny-2proc", ["trainer.parallel.tp=2"]).recipe)
     if not torch.cuda.is_available():
         with pytest.raises(LaunchError, match="bench decode measures whole steps on a GPU and found no CUDA device"):
-            engine.run("decode", TINY, [1], 8)
+            engine_steps.run("decode", TINY, [1], 8)

@@ -19,15 +19,19 @@ KERNELS = {
     "_low_kernel", "_forward", "_backward", "_skinny", "_expand", "_situ",
 }  # fmt: skip
 
+NEVER_DEPENDENT = {"_verify", "_fold", "_roll", "_conv", "_forward", "_backward"}  # no part of a decode step
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, 100, 103])
-def test_all_forms_fit(capability: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("capability", "dependent"), [(90, False), (100, False), (103, False), (90, True)])
+def test_all_forms_fit(capability: int, dependent: bool, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     out = tmp_path / "kernels.json"
     line = [sys.executable, str(SCRIPT), "--capability", str(capability), "--json", str(out)]
+    line += ["--dependent"] if dependent else []
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(out.read_text())
     assert {row["kernel"] for row in rows} == KERNELS
+    assert {row["kernel"] for row in rows if row["waits"]} == (KERNELS - NEVER_DEPENDENT if dependent else set())
     assert [row for row in rows if row["shared"] > SHARED_BYTES or row["spilled"] > 400] == []
