@@ -40,6 +40,7 @@ from miles_k3.types import SamplingParams
 from miles_k3.world import ALONE
 
 MODES = (PlanMode.OFF, PlanMode.VERIFY_ALL, PlanMode.TRIM)
+WARM_UPS = 8  # at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,27 +120,46 @@ def markdown(rates: Sequence[Rate]) -> str:
 
 # --- measuring ------------------------------------------------------------------------------------------------------
 def _rates(engines: dict[PlanMode, EmbeddedEngine], prompts: Sequence[Sequence[int]], plan: BenchPlan) -> list[Rate]:
-    found: dict[PlanMode, list[float]] = {mode: [] for mode in MODES}
+    _warm_up(engines, prompts, plan)
     before = {mode: _counts(engine) for mode, engine in engines.items()}
-    for turn in range(-1, plan.rounds):
-        order = [MODES[(i + turn) % len(MODES)] for i in range(len(MODES))]
-        answers = _ask(engines[PlanMode.OFF], prompts, plan, turn)[1] if plan.known is not None else []
-        for mode in order:
-            if plan.known is not None and mode is not PlanMode.OFF:
-                _pretend(engines[mode], prompts, answers, plan.known)
-            seconds, tokens = _ask(engines[mode], prompts, plan, turn)
-            if turn >= 0:  # the first round warms up
-                found[mode].append(sum(map(len, tokens)) / seconds)
+    rounds = [_round(engines, prompts, plan, turn) for turn in range(plan.rounds)]
     rates = []
     for mode in MODES:
-        pairs = [a / b for a, b in zip(found[mode], found[PlanMode.OFF], strict=True)]
         verifies, accepted, drafted = (a - b for a, b in zip(_counts(engines[mode]), before[mode], strict=True))
+        found, pairs = [each[mode] for each in rounds], [each[mode] / each[PlanMode.OFF] for each in rounds]
         rates.append(Rate(
-            batch=len(prompts), mode=str(mode), median=statistics.median(found[mode]), lowest=min(found[mode]),
-            highest=max(found[mode]), beside=statistics.median(pairs), beside_lowest=min(pairs),
-            beside_highest=max(pairs), accepted=accepted / max(1, verifies), verified=drafted / max(1, verifies),
+            batch=len(prompts), mode=str(mode), median=statistics.median(found), lowest=min(found), highest=max(found),
+            beside=statistics.median(pairs), beside_lowest=min(pairs), beside_highest=max(pairs),
+            accepted=accepted / max(1, verifies), verified=drafted / max(1, verifies),
         ))  # fmt: skip
     return rates
+
+
+def _round(
+    engines: dict[PlanMode, EmbeddedEngine], prompts: Sequence[Sequence[int]], plan: BenchPlan, turn: int
+) -> dict[PlanMode, float]:
+    """Tokens a second of each engine, which take turns at being the first."""
+    found = {}
+    answers = _ask(engines[PlanMode.OFF], prompts, plan, turn)[1] if plan.known is not None else []
+    for mode in (MODES[(i + turn) % len(MODES)] for i in range(len(MODES))):
+        if plan.known is not None and mode is not PlanMode.OFF:
+            _pretend(engines[mode], prompts, answers, plan.known)
+        seconds, tokens = _ask(engines[mode], prompts, plan, turn)
+        found[mode] = sum(map(len, tokens)) / seconds
+    return found
+
+
+def _warm_up(engines: dict[PlanMode, EmbeddedEngine], prompts: Sequence[Sequence[int]], plan: BenchPlan) -> None:
+    """Rounds that don't count, until one records nothing: graphs are recorded at their first use."""
+    for turn in range(-1, -1 - WARM_UPS, -1):
+        before = _num_recorded(engines)
+        _round(engines, prompts, plan, turn)
+        if _num_recorded(engines) == before:
+            return
+
+
+def _num_recorded(engines: dict[PlanMode, EmbeddedEngine]) -> int:
+    return sum(0 if e.runner.graphs is None else e.runner.graphs.num_recorded for e in engines.values())
 
 
 def _ask(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from miles_k3.rollout.embedded.fused.graphs.context import draft_blocks
-from miles_k3.rollout.embedded.fused.graphs.inputs import Field, StaticInputs, tiers_of
+from miles_k3.rollout.embedded.fused.graphs.inputs import Fetched, Field, StaticInputs, tiers_of
 from miles_k3.rollout.embedded.fused.graphs.members import (
     GraphParts,
     Members,
@@ -82,7 +82,8 @@ class DraftGraphs:
             "table": p.memory.page_rows(requests, max(1, int(contexts.max()))).numpy(),
         })  # fmt: skip
         self._recorded[key].replay()
-        tokens_RG, confidence_RG = self._recorded[key].left.numbers_2RG.cpu().numpy()[:, : len(requests)]
+        numbers_2RG = Fetched.of(self._recorded[key].left.numbers_2RG).wait()
+        tokens_RG, confidence_RG = numbers_2RG[:, : len(requests)]
         return tokens_RG.astype(np.int64), confidence_RG.copy()
 
     def _step(self, at: dict[str, Tensor], pages: int, members: Members) -> DraftResults:

@@ -24,6 +24,27 @@ def tiers_of(most: int) -> list[int]:
     return [t for t in steps if t < most] + [most]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetched:
+    """Numbers of the device on their way to the host, in one copy."""
+
+    _host: Tensor
+    _event: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> Fetched:
+        event, host = None, numbers.to("cpu", non_blocking=True)
+        if numbers.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        return cls(host, event)
+
+    def wait(self) -> NDArray[Any]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy()
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """`padding`: what stands where nothing was given, a number or a whole array."""

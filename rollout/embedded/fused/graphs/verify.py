@@ -27,7 +27,7 @@ from miles_k3.rollout.cache.device import put
 from miles_k3.rollout.cache.memory import BlockPool
 from miles_k3.rollout.embedded.batch import StepBatch, VerifyRows
 from miles_k3.rollout.embedded.fused.graphs.context import draft_blocks, write_context_
-from miles_k3.rollout.embedded.fused.graphs.inputs import Field, StaticInputs, Values, tiers_of
+from miles_k3.rollout.embedded.fused.graphs.inputs import Fetched, Field, StaticInputs, Values, tiers_of
 from miles_k3.rollout.embedded.fused.graphs.members import (
     GraphParts,
     Members,
@@ -71,8 +71,7 @@ class Launched:
 
     shape: Shape
     results: VerifyResults
-    numbers_X: Tensor  # on the host, whole after `event`
-    event: torch.cuda.Event | None
+    numbers_X: Fetched
     firsts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     late: NDArray[np.bool_]
@@ -229,22 +228,15 @@ class VerifyGraphs:
         return VerifyResults(torch.cat([n.double().flatten() for n in numbers]), routed_TMK, *kept)
 
     def _sent(self, shape: Shape, left: VerifyResults, values: Values, lengths_R: NDArray[np.int64]) -> Launched:
-        """The numbers are on their way to the host, in one copy."""
-        event, numbers_X = None, left.numbers_X.to("cpu", non_blocking=True)
-        if self._pool.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
         return Launched(
-            shape=shape, results=left, numbers_X=numbers_X, event=event, firsts=values["cu"][: len(lengths_R)],
+            shape=shape, results=left, numbers_X=Fetched.of(left.numbers_X), firsts=values["cu"][: len(lengths_R)],
             lengths=lengths_R, late=values["late"], slots=values["states"], writes=values["writes"],
         )  # fmt: skip
 
     def read(self, launched: Launched) -> Numbers:
         """Wait for a verify."""
-        if launched.event is not None:
-            launched.event.synchronize()
         b, t, g = launched.shape.requests + 1, launched.shape.rows, self._block
-        x, count = launched.numbers_X.numpy(), len(launched.lengths)
+        x, count = launched.numbers_X.wait(), len(launched.lengths)
         ends = np.cumsum([t, t, t, b, b, b * g])
         tokens, logprobs, finite, accepted, kept, drafted, confidence = np.split(x, ends)
         return Numbers(

@@ -125,6 +125,32 @@ def test_a_random_draft_on_the_device() -> None:
     assert engine.stats()["drafted_tokens"] > 0
 
 
+@pytest.mark.timeout(300)
+def test_recorded_speculation_is_that_of_launched_kernels() -> None:
+    """Verifies that draft in the replay, tiers and padding rows, requests that come and go, the base beside a version,
+    NaN in all free memory: answers, and what requests hold after each step."""
+    from helpers.fused_graphs import compare
+
+    found = compare("cuda", 9, 9, max_running=5, prefill_chunk_tokens=24)
+    for name in ("launched", "recorded"):
+        assert found[name]["tokens"] == found[name]["routes"] == 0, found
+        assert found[name]["logprobs"] < 1e-3, found
+    assert found["held"] < 1e-3, found
+    assert found["accepted"] > 20, found
+    assert found["graphs"] > 2, found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("trim", [False, True])
+def test_fifty_recorded_steps_need_nothing_new(trim: bool) -> None:
+    """No graph, no kernel, no memory, and no wait of the host but for the step's own numbers."""
+    from helpers.fused_graphs import fifty_steps
+
+    found = fifty_steps(trim=trim)
+    assert (found["graphs"], found["kernels"], found["verifies"]) == (0, 0, 50), found
+    assert found["bytes"] < 1 << 20, found
+
+
 @pytest.mark.timeout(300)  # Triton compiles some hundred kernels
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graphs"])
 def test_kernels_equal_the_plain_forward(recorded: bool) -> None:

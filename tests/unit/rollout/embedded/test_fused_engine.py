@@ -27,6 +27,21 @@ def test_kernels_and_recorded_steps_equal_the_plain_engine() -> None:
     assert found["recorded"]["graphs"] >= 3  # the base, one slot, two slots
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_recorded_speculation_is_that_of_launched_kernels() -> None:
+    """Tiers and rows of padding, requests that come and go, the base beside a version, drafting in the replay, under
+    the guard for what no graph holds. What requests hold: products of a tier's rows sum in another order."""
+    found = interpreted("helpers.fused_graphs")
+    for name in ("launched", "recorded"):
+        assert found[name]["tokens"] == found[name]["routes"] == 0, found
+        assert found[name]["logprobs"] < 1e-4, found
+    assert found["held"] < 1e-4, found
+    assert not found["counts differ"], found
+    assert found["accepted"] > 5, found
+    assert found["graphs"] > 2, found
+
+
 def test_a_batch_is_padded_with_rows_that_touch_nothing() -> None:
     inputs = StaticInputs(decode_fields(4, 3), torch.device("cpu"))
     table = np.array([[5, 6], [7, 0]])

@@ -1,0 +1,149 @@
+"""Recorded speculation on kernels against the same steps launched one by one, and both against the plain engine.
+
+`python -m helpers.fused_graphs` (with TRITON_INTERPRET=1) prints what differs on a CPU, where a replay runs its step
+again, as JSON; on a GPU steps are recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from helpers import fused_engines
+from helpers.drafts import small_config, small_weights, telling_weights
+from helpers.engines import poison_before_steps, random_prompts
+from helpers.fused_engines import differences, make, reexecuted, update_of
+from helpers.no_sync import apart
+from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
+from triton.runtime.jit import JITFunction
+
+from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.embedded.proposal import Speculative
+from miles_k3.rollout.embedded.request import Request
+from miles_k3.rollout.speculative.planner.choice import PlanMode
+from miles_k3.rollout.speculative.planner.cost import CostProfile
+from miles_k3.types import Completion, SamplingParams
+
+FREE = CostProfile.of([(1, 1, 1.0), (1, 8, 1.0)])  # positions cost nothing
+SMALL = {"num_hidden_layers": 3, "mla_layers": (1,)}  # the interpreter takes a second a step and layer
+
+
+def telling(answers: Sequence[Completion], *, recorded: bool, device: str, **options: Any) -> EmbeddedEngine:
+    """An engine on kernels whose draft knows most of these answers, with NaN in all free memory."""
+    config = small_config(target_layer_ids=(0, 1, 2), markov_rank=256, block_size=3)
+    draft = Speculative(config=config, weights=telling_weights(config, [a.token_ids for a in answers]))
+    graphs = recorded if device == "cuda" else None
+    engine = make("fused", device=device, speculative=draft, cuda_graphs=graphs, **options)
+    poison_before_steps(engine)
+    return engine if device == "cuda" or not recorded else reexecuted(engine)
+
+
+def held(engine: EmbeddedEngine) -> list[list[Tensor]]:
+    """After each step, in order of submission: state, window, latents and draft's context of who decodes."""
+    steps, step = [], engine.runner.step
+
+    def noted() -> Any:
+        done = step()
+        engine.pool.flush()
+        found = []
+        for r in sorted(engine.scheduler.decoding, key=lambda r: r.order):
+            row, size = engine.pool.slot_rows([r.slot]), r.num_cached
+            at = engine.memory.token_rows([r], torch.zeros(size, dtype=torch.int64), torch.arange(size))
+            at, row = at.to(engine.pool.device), row.to(engine.pool.device)
+            pages = engine.pool.kv.flatten(1, 2)[:, at], engine.pool.draft[0].flatten(0, 1)[at]
+            found += [t.clone() for t in (engine.pool.states[:, row], engine.pool.windows[:, row], *pages)]
+        steps.append(found)
+        return done
+
+    engine.runner.step = noted  # type: ignore[method-assign]
+    return steps
+
+
+def asked(engine: EmbeddedEngine, count: int, tokens: int) -> list[Completion]:
+    """Answers of the base, then of the base and a version side by side; more than run at once, and a stop inside."""
+    prompts = random_prompts(count, low=1, high=12, seed=5)
+    params = [SamplingParams(max_new_tokens=tokens + i % 3, seed=i, return_routed_experts=True) for i in range(count)]
+
+    async def run(versions: Sequence[int]) -> list[Completion]:
+        return await asyncio.gather(
+            *(engine.generate(p, s, adapter_version=v) for p, s, v in zip(prompts, params, versions, strict=True))
+        )
+
+    answers = asyncio.run(run([-1] * count))
+    engine.load_adapter(update_of(0, engine.config))
+    return answers + asyncio.run(run([i % 2 - 1 for i in range(count)]))
+
+
+def compare(device: str, count: int, tokens: int, **options: Any) -> dict[str, Any]:
+    """What differs of answers, and the largest difference of what requests hold after each step."""
+    expected = asked(make("plain", device=device, **options), count, tokens)
+    engines = [telling(expected, recorded=recorded, device=device, **options) for recorded in (False, True)]
+    steps = [held(engine) for engine in engines]
+    found = [asked(engine, count, tokens) for engine in engines]
+    one, other = steps
+    assert [len(s) for s in one] == [len(s) for s in other]
+    worst = max((float((a - b).abs().max()) for s, t in zip(one, other, strict=True) for a, b in zip(s, t, strict=True)
+                 if a.numel()), default=0.0)  # fmt: skip
+    eager, recorded = engines
+    assert eager.speculator is not None
+    assert recorded.speculator is not None
+    return {
+        "launched": differences(expected, found[0]), "recorded": differences(expected, found[1]), "held": worst,
+        "counts differ": eager.speculator.counters != recorded.speculator.counters,
+        "accepted": recorded.speculator.counters["accepted_tokens"],
+        "graphs": 0 if recorded.runner.graphs is None else recorded.runner.graphs.num_recorded,
+    }  # fmt: skip
+
+
+def fifty_steps(*, trim: bool) -> dict[str, int]:
+    """What 50 steps of verifies add on a GPU, behind as many that warm up: graphs, compiled kernels, bytes held. A wait
+    of the host for the device, but through events, raises."""
+    config = small_config(target_layer_ids=(0, 1, 2), block_size=3)
+    draft = Speculative(config=config, weights=small_weights(config))
+    engine = make("fused", device="cuda", speculative=draft, max_running=4, max_sequence_tokens=1024, num_pages=600)
+    speculator, graphs = engine.speculator, engine.runner.graphs
+    assert speculator is not None
+    assert graphs is not None
+    if trim:
+        speculator.planner.mode, speculator.planner.profile = PlanMode.TRIM, FREE
+    for version in range(4):
+        engine.load_adapter(update_of(version, engine.config))
+        engine.load_draft(small_weights(config, version), version)
+    for i in range(4):
+        engine.scheduler.submit(Request(
+            id=str(i), prompt=(7, i), params=SamplingParams(max_new_tokens=900, seed=i), version=engine.store.acquire(3)
+        ))  # fmt: skip
+    for _ in range(50):
+        engine.runner.step()
+    before = graphs.num_recorded, compiled(), torch.cuda.memory_allocated(), speculator.counters["verify_steps"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(50):
+            engine.runner.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    after = graphs.num_recorded, compiled(), torch.cuda.memory_allocated(), speculator.counters["verify_steps"]
+    names = ("graphs", "kernels", "bytes", "verifies")
+    return {name: b - a for name, a, b in zip(names, before, after, strict=True)}
+
+
+def compiled() -> int:
+    """Kernels of ours that Triton has compiled."""
+    modules = [m for n, m in sys.modules.items() if n.startswith("miles_k3.k3.kernels.")]
+    functions = {id(f): f for m in modules for f in vars(m).values() if isinstance(f, JITFunction)}
+    return sum(len(cache[0]) for f in functions.values() for cache in f.device_caches.values())
+
+
+def main() -> None:
+    GridExecutor.__call__ = apart(GridExecutor.__call__)  # type: ignore[method-assign]
+    fused_engines.WIDTHS.update(SMALL)
+    json.dump(compare("cpu", 3, 4, max_running=2, prefill_chunk_tokens=24), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
