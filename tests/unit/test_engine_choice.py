@@ -11,13 +11,13 @@ import pytest
 from helpers.sglang_stand_in import StandIn
 
 from miles_k3 import assemble, loop
+from miles_k3.bench.speculation import bench_modes
 from miles_k3.config import Recipe
 from miles_k3.drafting import DraftPlan, train_draft
 from miles_k3.errors import ConfigError
 from miles_k3.losslessness import verify_lossless
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.sglang.engine import SglangEngine
-from miles_k3.speculation_bench import bench_modes
 
 ANY: Any = None  # refused before it is looked at
 
