@@ -109,6 +109,7 @@ class Runner:
         drafts = self.speculator is not None and self.speculator.wants(self.scheduler.decoding)
         done = self.collect() if drafts else []
         steady, began = not self.overlap or drafts or self._in_flight is not None, time.perf_counter()
+        num_recorded = 0 if self.graphs is None else self.graphs.num_recorded
         step = self.scheduler.plan()
         if not (step.has_work or self._in_flight or done):
             raise EngineError(f"{len(self.scheduler.waiting)} requests wait and none can run: a bug in the scheduler")
@@ -119,6 +120,7 @@ class Runner:
         done += self._file(settled)
         if not self.overlap or (drafts and not settled):
             done += self.collect()
+        steady = steady and (self.graphs is None or self.graphs.num_recorded == num_recorded)  # which takes its time
         if self.speculator is not None and steady and step.decodes and not (step.chunks or step.ready):
             self.speculator.learn(step.decodes, settled if drafts else None, time.perf_counter() - began)
         phase = "prefill_s" if step.chunks else "decode_s"
@@ -198,7 +200,7 @@ class Runner:
         if any(wanted):
             self._file_routes(requests, wanted, left.routed_TMK[:total].split(counts))
         if self.speculator is not None and left.taps_TW is not None and left.x_TH is not None:
-            taps = Taps(layers=self.speculator.at.config.target_layer_ids, rows_TW=left.taps_TW[:total])
+            taps = Taps(layers=tuple(self.speculator.at.config.target_layer_ids), rows_TW=left.taps_TW[:total])
             self.speculator.keep(requests, counts, taps, left.x_TH[:total])
 
     def _feed_in_flight(self, tokens_T: Tensor, decodes: Sequence[Request]) -> None:

@@ -21,9 +21,10 @@ def write_context_(
     pool: BlockPool, drafts: Sequence[ServingDraft], draft_T: Tensor, taps_TW: Tensor, positions_T: Tensor,
     write_T: Tensor, padding_row: int,
 ) -> None:  # fmt: skip
-    """Keys and values of new tokens; padding, whose `write_T` is negative, leaves the zeros of its page as they are."""
+    """Keys and values of new tokens. Padding, whose `write_T` is negative, and requests that no draft follows, whose
+    `draft_T` is, leave the zeros of the padding page as they are."""
     numbers_TC = _own([d.context_rows(taps_TW, positions_T) for d in drafts], draft_T)
-    real_T = write_T >= 0
+    real_T = (write_T >= 0) & (draft_T >= 0)
     rows_RC = pool.draft[0].flatten(0, 1)
     at_T = torch.where(real_T, write_T, padding_row)
     rows_RC.index_copy_(0, at_T, torch.where(real_T.unsqueeze(1), numbers_TC.to(rows_RC.dtype), 0.0))

@@ -109,7 +109,7 @@ class DecodeGraphs:
             ),
         )  # fmt: skip
         adapters = StepAdapters.by_token(members.slots, at["slots"]) if members.slots else StepAdapters()
-        taps = None if p.speculator is None else p.speculator.taps(batch)
+        taps = p.taps(len(at["tokens"]), members)
         residual, routed_TMK = p.model.hidden(batch, adapters, capture=True, taps=taps)
         x_TH = p.model.final(residual, taps=taps)
         if taps is not None:
@@ -118,5 +118,5 @@ class DecodeGraphs:
         assert routed_TMK is not None
         tokens, logprobs, finite = sample(p.model.head(x_TH), sampling_of(at), at["positions"])
         drawn_3T = torch.stack([tokens.double(), logprobs.double(), finite.double()])
-        kept = (taps.rows_TW, x_TH) if keeps and taps is not None else (None, None)
+        kept = (None, None) if taps is None or not keeps else (taps.rows_TW, x_TH)
         return DecodeResults(tokens, drawn_3T, routed_TMK, *kept)

@@ -20,6 +20,7 @@ from miles_k3.rollout.embedded.model import EngineModel
 from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.embedded.sampler import SamplingBatch, signed_seed
 from miles_k3.rollout.embedded.speculation import Speculator
+from miles_k3.rollout.embedded.taps import Taps
 from miles_k3.rollout.speculative.serving_draft import ServingDraft
 
 LEAST_CONTEXT = 256  # tokens of the smallest graph that drafts
@@ -36,6 +37,12 @@ class GraphParts:
     recorder: Recorder
     max_running: int
     max_pages: int
+
+    def taps(self, num_rows: int, members: Members) -> Taps | None:
+        """Room for what the forward hands over; None where no draft follows any of these."""
+        if self.speculator is None or not members.drafts:
+            return None
+        return Taps.empty(self.speculator.at.config.target_layer_ids, num_rows, self.model.weights.embed)
 
     @property
     def padding_page(self) -> int:
@@ -61,7 +68,8 @@ def replayable(requests: Sequence[Request]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Members:
-    """Adapter slots and drafts of some requests, and whose is which: a graph belongs to these, not to the versions."""
+    """Adapter slots and drafts of some requests, and whose is which: a graph belongs to these, not to the versions.
+    Requests that no draft follows have none."""
 
     requests: tuple[Request, ...]
     slots: tuple[AdapterSlot, ...]
@@ -80,8 +88,11 @@ class Members:
         places = {"slots": np.array([place.get(index, -1) for index in at])}
         drafts: tuple[ServingDraft, ...] = ()
         if parts.speculator is not None:
-            drafts, of_request = parts.speculator.drafts.used_by([r.version for r in requests])
-            places["drafts"] = np.array(of_request)
+            followed = np.array([r.followed is True for r in requests])
+            versions = [r.version for r in requests if r.followed]
+            drafts, of_followed = parts.speculator.drafts.used_by(versions)
+            places["drafts"] = np.full(len(requests), -1)
+            places["drafts"][followed] = of_followed
         return cls(requests=tuple(requests), slots=slots, drafts=drafts, places=places)
 
     @property
@@ -90,14 +101,14 @@ class Members:
 
 
 def request_fields(count: int) -> dict[str, Field]:
-    """`positions`: of the token that is drawn first. `slots` and `drafts`: places among a graph's own."""
+    """`positions`: of the token that is drawn first. `slots` and `drafts`: places among a graph's own, or -1."""
     return {
         "positions": Field((count,), torch.int64),
         "seeds": Field((count,), torch.int64),
         "temperature": Field((count,), torch.float32, 1),
         "greedy": Field((count,), torch.int32),
         "slots": Field((count,), torch.int32, -1),
-        "drafts": Field((count,), torch.int32),
+        "drafts": Field((count,), torch.int32, -1),
     }
 
 

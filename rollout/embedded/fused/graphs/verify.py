@@ -208,7 +208,8 @@ class VerifyGraphs:
         )  # fmt: skip
         slot_T = at["slots"][packed.rows_T]
         adapters = StepAdapters.by_token(members.slots, slot_T) if members.slots else StepAdapters()
-        taps = self._speculator.taps(batch)
+        taps = p.taps(shape.rows, members)
+        assert taps is not None  # what is drafted is followed
         residual, routed_TMK = p.model.hidden(batch, adapters, capture=True, taps=taps)
         x_TH = p.model.final(residual, taps=taps)
         draft_T, positions_T = at["drafts"][packed.rows_T], at["seen"].long() - 1
