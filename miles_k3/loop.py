@@ -20,6 +20,7 @@ from miles_k3.assemble import EngineMaker, Parts, adapter_config, assembled
 from miles_k3.batch import make_batch
 from miles_k3.config import Recipe
 from miles_k3.cotraining import DraftFollower, SpeculationMeter
+from miles_k3.device_memory import device_memory
 from miles_k3.errors import AdapterError
 from miles_k3.harvest import eval_metrics, harvest, held_out_quality
 from miles_k3.launch import train_command
@@ -108,6 +109,7 @@ class Ring:
 
     def __init__(self, recipe: Recipe, run: RunFolder, parts: Parts) -> None:
         assert parts.trainer is not None
+        assert parts.model.base is not None  # a trainer computes with it
         self.recipe, self.run, self.parts, self.world = recipe, run, parts, parts.world
         self.trainer: Trainer = parts.trainer
         canary = make_canary(recipe, parts.task, parts.model.tokenizer, parts.model.config.eos_token_id)
@@ -117,7 +119,7 @@ class Ring:
             run, parts.trainer, parts.task, keep=recipe.run.keep_checkpoints, follower=self.follower
         )  # fmt: skip
         self.speculation = SpeculationMeter(parts.engine, parts.world)
-        self.timer = StepTimer()
+        self.timer = StepTimer(memory=device_memory(parts.model.base.device))
 
     # --- one step -----------------------------------------------------------------------------------------------
     def step(self, step: int, metrics: MetricsLog) -> EvalResult | None:
@@ -141,14 +143,15 @@ class Ring:
         with timer.phase("sync"):
             synced = self.sync()
         evaluated = self._evaluate_if_due(step)
-        memory, seconds = max(self.world.gather(peak_memory_bytes())), timer.lap()
+        memory = {"memory/peak_bytes": peak_memory_bytes(), **timer.lap_memory()}
+        seconds, ranks = timer.lap(), self.world.gather(memory)
         metrics.write(step, {
             **_prefixed("rollout", batch.metrics),
             **_prefixed("data/skipped", self.parts.task.skipped),
             **_prefixed("train", {**stats.metrics, "loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr}),
             **self.speculation.metrics, **drafted, **synced, **eval_metrics(evaluated), **seconds,
             "time/tokens_per_s": _num_tokens(groups) / max(seconds["time/step_s"], 1e-9),
-            "memory/peak_bytes": memory,
+            **{name: max(rank[name] for rank in ranks) for name in memory},
         })  # fmt: skip
         return evaluated
 

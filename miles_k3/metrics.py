@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -99,16 +99,30 @@ class SilentLog(MetricsLog):
         pass
 
 
+class DeviceMemory(Protocol):
+    """A device whose memory is looked at phase by phase."""
+
+    def take_peak(self) -> int:
+        """The most bytes held since the last call."""
+        ...
+
+    def held(self) -> int:
+        """Bytes held now."""
+        ...
+
+
 class StepTimer:
-    """Seconds per phase. Phases may nest: each second counts for the innermost, so that phases and `other` add up.
+    """Seconds per phase, and the most that `memory` held in each. Phases may nest: each second counts for the
+    innermost, so that phases and `other` add up.
 
     A lap lasts from the last `lap()` to the next; whatever follows the writing of a step's line, such as its
     checkpoint, counts for the lap after, and no second is lost or counted twice.
     """
 
-    def __init__(self, clock: Any = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: Any = time.perf_counter, memory: DeviceMemory | None = None) -> None:
+        self._clock, self._memory = clock, memory
         self._seconds: dict[str, float] = {}
+        self._peaks: dict[str, int] = {}
         self._active = ["other"]
         self._lap_start = self._since = clock()
 
@@ -137,9 +151,22 @@ class StepTimer:
         self._seconds, self._lap_start = {}, self._since
         return {**{f"time/{name}_s": value for name, value in seconds.items()}, STEP_S: step_s}
 
+    def lap_memory(self) -> dict[str, int]:
+        """`memory/<phase>_peak_bytes` since the last call, and `memory/held_bytes` now; empty without a device."""
+        if self._memory is None:
+            return {}
+        self._charge()
+        peaks, self._peaks = self._peaks, {}
+        return {
+            **{f"memory/{name}_peak_bytes": peak for name, peak in peaks.items()},
+            "memory/held_bytes": self._memory.held(),
+        }
+
     def _charge(self) -> None:
         now = self._clock()
         name = self._active[-1]
+        if self._memory is not None:
+            self._peaks[name] = max(self._peaks.get(name, 0), self._memory.take_peak())
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now
 

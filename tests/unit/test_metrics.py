@@ -144,6 +144,41 @@ def test_seconds_move_between_phases_and_none_is_made() -> None:
     assert (lap["time/rollout_s"], lap["time/reward_s"], lap["time/sync_s"], lap["time/step_s"]) == (0, 2, 6, 8)
 
 
+class ScriptedMemory:
+    """Each phase's peak as a test sets it."""
+
+    def __init__(self) -> None:
+        self.peak, self.now = 0, 7
+
+    def take_peak(self) -> int:
+        taken, self.peak = self.peak, self.now
+        return taken
+
+    def held(self) -> int:
+        return self.now
+
+
+def test_memory_counts_for_the_innermost_phase_and_starts_anew_with_a_lap():
+    memory = ScriptedMemory()
+    timer = StepTimer(memory=memory)
+    with timer.phase("rollout"):
+        memory.peak = 50
+        with timer.phase("reward"):
+            memory.peak = 20
+        memory.peak = 40
+    with timer.phase("train"):
+        memory.peak = 90
+    memory.now = 8
+    assert timer.lap_memory() == {
+        "memory/other_peak_bytes": 7, "memory/rollout_peak_bytes": 50, "memory/reward_peak_bytes": 20,
+        "memory/train_peak_bytes": 90, "memory/held_bytes": 8,
+    }  # fmt: skip
+    with timer.phase("train"):
+        memory.peak = 30
+    assert timer.lap_memory()["memory/train_peak_bytes"] == 30
+    assert StepTimer().lap_memory() == {}
+
+
 def test_laps_lose_no_second() -> None:
     start = time.perf_counter()
     timer, total = StepTimer(), 0.0
