@@ -124,6 +124,11 @@ def iter_params(config: K3Config, *, packed: bool = True) -> Iterator[Param]:
     yield from _model_level(config)
     for layer in range(config.num_hidden_layers):
         yield from layer_params(config, layer, packed=packed)
+    yield from vision_params(config)
+
+
+def vision_params(config: K3Config) -> Iterator[Param]:
+    """The vision tower and its projector; none where the config describes none."""
     if config.vision is not None:
         yield from _vision(config)
 

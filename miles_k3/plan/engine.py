@@ -9,21 +9,21 @@ from miles_k3.config import Recipe
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.draft_config import DraftConfig
 from miles_k3.k3.draft_params import draft_params
-from miles_k3.plan.weights import AdapterNumbers, Share, adapter_numbers, base_bytes, dense_params
+from miles_k3.plan import sglang
+from miles_k3.plan.weights import Share, adapter_numbers
 
 FP32, BF16 = 4, 2
 ADAPTER_SLOTS = 2
 PADDING_BLOCKS = 1  # of each kind in the embedded engine's pool
-SGLANG_SLOTS_PER_REQUEST = 5  # KDA slots that SGLang's LoRA recipe draws for each running request (spec 6.6)
-SGLANG_GRAPH_BYTES = 4_000_000_000  # assumed: captured graphs, Marlin's and attention's work space
 SGLANG_HOST_BYTES = 17 << 30  # of one scheduler process, as published after host copies were given back
+SGLANG_PAGE = 1  # tokens of a page where attention asks for no other; the pool has a spare one
 SAMPLED_COPIES = 5  # logits, scaled, log-probabilities, and two of the draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBytes:
-    """Of one GPU. `base` is 0 where the engine reads the trainer's; `draft`: its weights and the replay buffer of a
-    verify, its keys and values are in `kv`."""
+    """Of one GPU. `base` is 0 where the engine reads the trainer's; `draft`: its weights, while its keys and values are
+    in `kv`; `replay`: what moves the states of a verify; `kept`: adapters beside their slots."""
 
     base: int
     slots: int
@@ -32,6 +32,8 @@ class EngineBytes:
     graphs: int
     work: int
     draft: int = 0
+    replay: int = 0
+    kept: int = 0
 
 
 def engine_bytes(recipe: Recipe, c: K3Config, itemsize: int) -> EngineBytes:
@@ -51,12 +53,17 @@ def engine_bytes(recipe: Recipe, c: K3Config, itemsize: int) -> EngineBytes:
             states=(slots + PADDING_BLOCKS) * state_bytes(c, itemsize), graphs=0,
             work=_embedded_work(recipe, c, itemsize, draft),
             draft=0 if draft is None else _draft_bytes(recipe, c, draft, itemsize),
+            replay=0 if draft is None else _replay_bytes(recipe, c, draft, itemsize),
         )  # fmt: skip
-    tp = rollout.engine_tp
+    split = sglang.split_of(recipe)
     return EngineBytes(
-        base=_sglang_base(c, tp), slots=ADAPTER_SLOTS * _split_adapter(c, whole, rollout.max_lora_rank, tp) * BF16,
-        kv=tokens * kv_bytes_per_token(c, BF16), states=SGLANG_SLOTS_PER_REQUEST * requests * state_bytes(c, BF16, tp),
-        graphs=SGLANG_GRAPH_BYTES, work=requests * c.vocab_size * FP32 * SAMPLED_COPIES // tp,
+        base=sglang.weight_bytes(c, split),
+        slots=sglang.SLOTS * sglang.slot_numbers(c, rollout.max_lora_rank, split) * BF16,
+        kept=sglang.kept_numbers(c, recipe.lora.rank, split) * BF16,
+        kv=(tokens + SGLANG_PAGE) * kv_bytes_per_token(c, BF16),
+        states=sglang.state_slots(recipe) * state_bytes(c, BF16, split.tp),
+        graphs=sglang.graph_bytes(recipe, c, split),
+        work=requests * c.vocab_size * FP32 * SAMPLED_COPIES // split.tp,
     )  # fmt: skip
 
 
@@ -66,14 +73,19 @@ def _draft_config(recipe: Recipe) -> DraftConfig | None:
 
 
 def _draft_bytes(recipe: Recipe, c: K3Config, draft: DraftConfig, itemsize: int) -> int:
-    """Weights, and what moves the states of all positions of a verify (spec 6.6). Where it is trained: a second
+    """Weights. Where it is trained: a second
     version, fp32 weights with gradients and two moments, those that it began with, and hidden states to learn from."""
     numbers, at = sum(math.prod(p.shape) for p in draft_params(draft)), recipe.rollout.speculative
     weights = numbers * itemsize
     if at.train:
         weights += numbers * (itemsize + 5 * FP32) + at.train_tokens * (draft.tap_width + c.hidden_size) * itemsize
+    return weights
+
+
+def _replay_bytes(recipe: Recipe, c: K3Config, draft: DraftConfig, itemsize: int) -> int:
+    """What moves the states of all positions of a verify (spec 6.6); given back while the engine sleeps."""
     step = 5 * c.kda_dim * itemsize + (c.kda_dim + c.kda_num_heads) * FP32
-    return weights + _verify_positions(recipe, draft) * len(c.kda_layers) * step
+    return _verify_positions(recipe, draft) * len(c.kda_layers) * step
 
 
 def _verify_positions(recipe: Recipe, draft: DraftConfig) -> int:
@@ -106,19 +118,6 @@ def kda_state_numbers(c: K3Config, tp: int = 1) -> int:
 
 def _window_numbers(c: K3Config, tp: int) -> int:
     return 3 * (c.kda_dim // tp) * (c.short_conv_kernel_size - 1)
-
-
-def _sglang_base(c: K3Config, tp: int) -> int:
-    """The released checkpoint, text only: experts and what the table splits over `tp`, the rest on each GPU."""
-    experts = base_bytes(c, Share.whole(c), itemsize=BF16, packed=True).experts
-    dense = sum(p.num_bytes // (tp if p.tp_dim is not None else 1) for p in dense_params(c, Share.whole(c)))
-    return experts // tp + dense
-
-
-def _split_adapter(c: K3Config, whole: AdapterNumbers, rank: int, tp: int) -> int:
-    share = Share(layers=range(c.num_hidden_layers), experts=c.num_experts, tp=tp, embedding=True, head=True)
-    dense = adapter_numbers(c, share, rank, one_gate_up_a=False).dense
-    return dense + whole.expert // tp
 
 
 def _embedded_work(recipe: Recipe, c: K3Config, itemsize: int, draft: DraftConfig | None) -> int:

@@ -154,10 +154,13 @@ def _in_flight(recipe: Recipe, world: int, pp_rank: int, tokens: int, longest: i
 
 
 def _export_bytes(recipe: Recipe, c: K3Config, world: int, itemsize: int) -> int:
-    """The whole adapter on every rank, gathered, and the update's own copy; buckets to an engine elsewhere."""
-    if recipe.rollout.engine != "embedded":
-        return 2 * EXPORT_BUCKET_BYTES
+    """The whole adapter on every rank, gathered, and the update's own copy; for SGLang the flat copy that it reads.
+
+    For SGLang and several ranks only buckets between them: see docs/plan.md.
+    """
     whole = adapter_numbers(c, Share.whole(c), recipe.lora.rank, one_gate_up_a=False).total * itemsize
+    if recipe.rollout.engine != "embedded":
+        return 2 * whole if world == 1 else 2 * EXPORT_BUCKET_BYTES
     return whole * (1 if world == 1 else 2)
 
 
@@ -174,29 +177,38 @@ def _device(recipe: Recipe, f: Facts, cuda: bool) -> Mapping[Phase, Bytes]:
     always["graphs"] = f.engine.graphs
     if f.engine.draft:
         always["draft"] = f.engine.draft
+    if f.engine.kept:
+        always["adapter copies"] = f.engine.kept
     always["runtime"] = CONTEXT_BYTES * (1 if alone else 2) if cuda else 0
     learning = {"gradients": f.gradients, "optimizer": f.optimizer}
-    caches = {"KV": f.engine.kv, "states": f.engine.states}
+    caches = {"KV": f.engine.kv, "states": f.engine.states, "replay": f.engine.replay}
     both = {**always, **learning, **caches}
     asleep = recipe.trainer.sleep_while_rollout
     phases = {
         Phase.LOAD: {**both, "buffers": f.loading},
         Phase.ROLLOUT: {**always, **caches, **({} if asleep else learning), "rollout work": f.engine.work},
         Phase.SWITCH: both,
-        Phase.TRAIN: {
-            **always, **learning, **({} if recipe.rollout.sleep_while_training else caches),
-            "activations": f.activations,
-        },
+        Phase.TRAIN: {**_beside_training(recipe, {**always, **caches}), **learning, "activations": f.activations},
         Phase.SYNC: {**both, "buffers": f.export},
         Phase.SAVE: both,
     }  # fmt: skip
     return {phase: {name: size for name, size in items.items() if size} for phase, items in phases.items()}
 
 
+def _beside_training(recipe: Recipe, awake: Bytes) -> Bytes:
+    """What of a rank stays while it trains: a sleeping engine gives its caches back, and SGLang its weights, too."""
+    if not recipe.rollout.sleep_while_training:
+        return awake
+    given = {"KV", "states", "replay", *(["engine base"] if recipe.rollout.engine == "sglang" else [])}
+    return {name: size for name, size in awake.items() if name not in given}
+
+
 def _host(recipe: Recipe, f: Facts) -> Mapping[Phase, Bytes]:
     always = {"runtime": PROCESS_BYTES, "graders": recipe.task.reward_workers * GRADER_BYTES}
     if recipe.rollout.engine != "embedded":
         always["engine process"] = SGLANG_HOST_BYTES
+        if recipe.rollout.sleep_while_training:  # the host's memory stays taken once it was
+            always["sleeping engine"] = f.engine.base
     if f.apart is not None:
         always["engine process"] = PROCESS_BYTES + f.apart.adapter
     kept = {**always, "checkpoint": f.checkpoint} if recipe.trainer.async_checkpoint else always

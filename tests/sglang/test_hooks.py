@@ -46,9 +46,12 @@ def test_every_hook_is_tried(found: dict[str, list[Any]]) -> None:
 @pytest.mark.parametrize("name", hook_names())
 def test_a_hook_and_its_absence(name: str, found: dict[str, list[Any]]) -> None:
     without, with_hook = found[name]
-    if name == "direct_swap":  # copies, and what lies in the slot afterwards
+    if name == "direct_swap":  # copies, what lies in the slot afterwards, and beside it; then the same once more
         assert (without[0], with_hook[0]) == (2 + 4 + 4 + 1, 0)
         assert with_hook[1] == without[1]
+        assert (without[2], with_hook[2]) == (4, 0)
+        assert without[3] is None
+        assert with_hook[3].startswith("RuntimeError: adapter id lost its slot")
         return
     expected_without, expected_with = EXPECTED[name]
     if isinstance(expected_without, str):

@@ -240,7 +240,7 @@ def test_recipe_diff_and_explain(run_cli) -> None:
     lines = run_cli("recipe", "diff", "k3-16xgb300", "k3-64xgb300").out.splitlines()
     assert lines[0].split() == ["k3-16xgb300", "k3-64xgb300"]
     assert ["cluster.nodes", "4", "16"] in [line.split() for line in lines]
-    assert not any(line.startswith("lora.") for line in lines)
+    assert not any(line.startswith("task.") for line in lines)
     against = run_cli("recipe", "diff", "tiny-cpu", "--set", "lora.rank=4").out
     assert not any(line.split()[0] == "task.params" for line in against.splitlines()), "its keys say it"
     assert ["lora.rank", "4", "16"] in [line.split() for line in against.splitlines()]

@@ -2,8 +2,8 @@
 
 SGLang copies each tensor to the host when it is loaded, and at its first use pins, scales and copies each of the 896
 experts of a layer by itself: 1.3 to 1.7 s for 0.8 GB on an H200. Here the packed factors of a layer's experts go into
-the slot in one copy each, and tensors that come from a GPU are cloned there. An engine of several GPUs keeps to the
-host: each of its ranks is given the whole adapter, of which it needs a part.
+the slot in one copy each, and tensors that come from a GPU are copied to the rank's own; of the routed experts an
+expert-parallel rank keeps its own only, where it would hold all of them otherwise.
 
 Shapes: E experts of this rank, R rank of the adapter, M rank that the slots hold, c parts in a stacked A (gate and up).
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 _EXPERT_TARGETS = ("gate_up_proj", "down_proj")
+_MOVED = "miles_k3_experts_moved"  # on an adapter whose experts' factors are in its slot, and nowhere else
 
 
 def fill_a(slot_ENI: Tensor, a_ERI: Tensor, *, parts: int) -> None:
@@ -56,6 +57,14 @@ def rank_share(factor: Tensor, target: str, which: str, *, experts: slice, colum
     return factor
 
 
+def own_experts(factor: Tensor, *, rank: int, ranks: int) -> Tensor:
+    """A packed factor's part of an expert-parallel rank; what experts share, or what can't be cut evenly, whole."""
+    count, rest = divmod(factor.shape[0], ranks)
+    if factor.ndim != 3 or factor.shape[0] == 1 or rest:
+        return factor
+    return factor[rank * count : (rank + 1) * count]
+
+
 def split_names(names: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     """(target, A or B) -> the name of a layer's packed factor of routed experts, as SGLang has renamed them."""
     found = {}
@@ -79,11 +88,14 @@ def install() -> None:
 
     @functools.wraps(take)
     def keep_on_device(self: Any, name: str, loaded_weight: Tensor) -> None:
-        layer = adapters.get_layer_id(name)
-        if layer is None or not loaded_weight.is_cuda or get_parallel().tp_size > 1:
+        layer, parallel = adapters.get_layer_id(name), get_parallel()
+        if layer is None or not loaded_weight.is_cuda:
             take(self, name, loaded_weight)
-        else:  # a clone: the memory is the sender's, who goes on with it
-            self.layers[layer].weights[name] = loaded_weight.clone()
+            return
+        if ".experts." in name:
+            loaded_weight = own_experts(loaded_weight, rank=parallel.moe_ep_rank, ranks=parallel.moe_ep_size)
+        # A copy: the memory is the sender's, who goes on with it, and may be another GPU's.
+        self.layers[layer].weights[name] = loaded_weight.to(f"cuda:{torch.cuda.current_device()}", copy=True)
 
     @functools.wraps(load)
     def experts_as_wholes(
@@ -92,22 +104,24 @@ def install() -> None:
         if lora_adapter is None or uid is None:  # the base's slot
             load(self, uid, buffer_id, lora_adapter, lora_modules, *rest, **options)
             return
+        if getattr(lora_adapter, _MOVED, False):
+            raise RuntimeError(
+                f"adapter {uid} lost its slot and its experts' factors with it: the pool must hold all loaded adapters"
+            )
         held = _take_experts(lora_adapter, lora_modules, FusedMoEWithLoRA)
-        try:
-            load(self, uid, buffer_id, lora_adapter, lora_modules, *rest, **options)
-        finally:
-            for layer, factors in held.items():
-                lora_adapter.layers[layer].weights.update(factors)
-        for layer, factors in held.items():
+        load(self, uid, buffer_id, lora_adapter, lora_modules, *rest, **options)
+        for layer in list(held):
             module = next(m for m in lora_modules[layer].values() if isinstance(m, FusedMoEWithLoRA))
-            _fill_layer(self, layer, buffer_id, module.base_layer, factors, lora_adapter.scaling)
+            _fill_layer(self, layer, buffer_id, module.base_layer, held.pop(layer), lora_adapter.scaling)
+            setattr(lora_adapter, _MOVED, True)
 
     LoRAAdapter._process_weight = keep_on_device
     LoRAMemoryPool.load_lora_weight_to_buffer = experts_as_wholes
 
 
 def _take_experts(adapter: Any, modules: Any, wrapper: type) -> dict[int, dict[str, Tensor]]:
-    """The packed factors of the layers' routed experts, off the adapter's own lists for the time being."""
+    """The packed factors of the layers' routed experts, off the adapter's own lists: with a slot for each loaded
+    adapter, one that has its slot never needs them again, and they are nearly all of its memory."""
     held = {}
     for index, layer in enumerate(adapter.layers):
         if any(isinstance(m, wrapper) for m in modules[index].values()):
@@ -122,8 +136,9 @@ def _fill_layer(pool: Any, layer: int, slot: int, experts: Any, factors: Mapping
     count = pool._num_experts_local if pool.moe_use_local_expert_ids else None
     mine = slice(0, None) if count is None else slice(pool.moe_ep_rank * count, (pool.moe_ep_rank + 1) * count)
     for (target, which), name in split_names(factors).items():
+        taken = slice(0, None) if factors[name].shape[0] == count else mine  # cut when it was loaded
         part = rank_share(
-            factors[name], target, which, experts=mine, columns=columns, width=width * experts.moe_tp_size
+            factors[name], target, which, experts=taken, columns=columns, width=width * experts.moe_tp_size
         )
         if which == "A":
             parts = 2 if target == "gate_up_proj" else 1

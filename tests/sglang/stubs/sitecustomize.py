@@ -67,9 +67,40 @@ def _plain_experts(module: ModuleType) -> None:
     module.Mxfp4MoEMethod.get_triton_quant_info = get_triton_quant_info
 
 
+def _tells_bytes(module: ModuleType) -> None:
+    """A scheduler tells what it has allocated, so that plans can be compared with it."""
+    ask = module.Scheduler.get_internal_state
+
+    def with_bytes(self: Any, request: Any) -> Any:
+        answer = ask(self, request)
+        answer.internal_state["bytes"] = _held(self.tp_worker.model_runner)
+        return answer
+
+    module.Scheduler.get_internal_state = with_bytes  # type: ignore[attr-defined]
+
+
+def _held(runner: Any) -> dict[str, int]:
+    pool, cache = runner.lora_manager.memory_pool, runner.req_to_token_pool.mamba_pool.mamba_cache
+    outside = [t for name, t in (*runner.model.named_parameters(), *runner.model.named_buffers())
+               if ".experts." not in name or "shared" in name]  # fmt: skip
+    absorbed = [getattr(module, name, None) for module in runner.model.modules() for name in ("w_kc", "w_vc")]
+    weights = [t for t in (*outside, *absorbed) if isinstance(t, torch.Tensor)]
+    return {
+        "weights": _bytes(weights), "states": _bytes([*cache.conv, cache.temporal]),
+        "adapter slots": _bytes([t for b in (pool.A_buffer, pool.B_buffer) for ts in b.values() for t in ts]),
+        "kv": _bytes(runner.token_to_kv_pool.full_kv_pool.kv_buffer),
+    }  # fmt: skip
+
+
+def _bytes(tensors: Any) -> int:
+    """Of the memory behind them, each once."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
 _PATCHES = {
     "triton_kernels.numerics_details.mxfp": _plain_mxfp4,
     "sglang.srt.layers.quantization.mxfp4": _plain_experts,
+    "sglang.srt.managers.scheduler": _tells_bytes,
 }
 
 

