@@ -96,14 +96,16 @@ def load_model(recipe: Recipe, world: World) -> Model:
     return _load_model(recipe, model_config(recipe), load_tokenizer(recipe.model.tokenizer_folder), world)
 
 
-def load_recipe_engine(recipe: Recipe, world: World) -> Engine:
-    """The recipe's engine for a process that does nothing else."""
+def load_recipe_engine(recipe: Recipe, world: World, *, first_gpu: int = 0, meeting_place: str | None = None) -> Engine:
+    """The recipe's engine for a process that does nothing else. SGLang's GPUs begin at `first_gpu`; its machines, where
+    there are several, find one another at `meeting_place`."""
     if recipe.rollout.engine == "embedded":
         return load_engine(recipe, world)
     config = model_config(recipe)
     return start_sglang_engine(
-        recipe, config, load_tokenizer(recipe.model.tokenizer_folder), longest_sequence(recipe, config), 0
-    )
+        recipe, config, load_tokenizer(recipe.model.tokenizer_folder), longest_sequence(recipe, config), first_gpu,
+        meeting_place,
+    )  # fmt: skip
 
 
 def _load(
@@ -166,12 +168,14 @@ def make_sglang_engine(recipe: Recipe, model: Model, world: World, longest: int)
     ).ready()
 
 
-def start_sglang_engine(recipe: Recipe, config: K3Config, tokenizer: Any, longest: int, first_gpu: int) -> SglangEngine:
+def start_sglang_engine(
+    recipe: Recipe, config: K3Config, tokenizer: Any, longest: int, first_gpu: int, meeting_place: str | None = None
+) -> SglangEngine:
     from miles_k3.rollout.sglang.start import start_sglang
 
     return start_sglang(
         recipe, config, tokenizer=tokenizer, adapter_config=adapter_config(recipe), max_sequence_tokens=longest,
-        first_gpu=first_gpu,
+        first_gpu=first_gpu, meeting_place=meeting_place,
     )  # fmt: skip
 
 

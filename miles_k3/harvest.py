@@ -20,6 +20,7 @@ from miles_k3.rollout.collect import (
     evaluate,
     refuse_failed,
 )
+from miles_k3.rollout.sglang.span import sampled_share
 from miles_k3.types import Completion, Grade, Group, Prompt, Sample
 
 EVAL_SEED = 0  # the same draws at every evaluation of every run, so that accuracies compare
@@ -54,8 +55,8 @@ def harvest(recipe: Recipe, parts: Parts, prompts: Sequence[Prompt], step: int, 
 
 
 def sample_share(recipe: Recipe, parts: Parts, prompts: Sequence[Prompt], step: int) -> Share:
-    """This rank's answers to its share of `prompts`; a group stays on one rank."""
-    mine = parts.world.share(len(prompts))
+    """This rank's answers to its engine's share of `prompts`; a group stays on one rank."""
+    mine = sampled_share(recipe, parts.world, len(prompts))
     tail, started = _Tail(parts.rewards), time.perf_counter()
     groups = asyncio.run(collect(
         parts.engine, prompts[mine.start : mine.stop], first=mine.start, group_size=recipe.rollout.group_size,
@@ -92,7 +93,7 @@ def held_out_quality(recipe: Recipe, parts: Parts) -> EvalResult:
 
     def share() -> list[EvalAnswer]:
         prompts = parts.task.eval_prompts(recipe.eval.prompts)
-        mine = parts.world.share(len(prompts))
+        mine = sampled_share(recipe, parts.world, len(prompts))
         return asyncio.run(evaluate(
             parts.engine, prompts[mine.start : mine.stop], first=mine.start, sampling=recipe.rollout.sampling,
             temperature=recipe.eval.temperature, stop_token_ids=[parts.model.config.eos_token_id], seed=EVAL_SEED,

@@ -13,6 +13,7 @@ from miles_k3.errors import ConfigError, LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.parallel import layout_problems
 from miles_k3.rollout.sglang.arguments import sglang_problems
+from miles_k3.rollout.sglang.span import span_problems
 from miles_k3.rollout.sglang.versions import installed_version, version_problem
 from miles_k3.world import TORCHRUN, World
 
@@ -111,22 +112,15 @@ def _device_problems(recipe: Recipe, world: World) -> Iterator[str]:
 
 
 def _sglang_problems(recipe: Recipe, config: K3Config, world: World) -> Iterator[str]:
-    rollout = recipe.rollout
     yield from sglang_problems(recipe, config)
     if problem := version_problem(installed_version()):
         yield problem
     if not torch.cuda.is_available():
         yield "rollout.engine is sglang, but this machine has no CUDA device; set rollout.engine: embedded"
-    if rollout.engine_tp > 1 and world.size > 1:
-        yield (
-            f"rollout.engine_tp is {rollout.engine_tp}, but each of the {world.size} ranks has an engine on its own "
-            "GPU; an engine over several ranks' GPUs is not started from here yet: set rollout.engine_tp: 1"
-        )
-    if rollout.sglang.nodes > 1 or rollout.sglang.disaggregation.transfer != "off":
-        yield (
-            "rollout.sglang asks for an engine over several machines, or for prefill workers of their own, which a run "
-            "doesn't start: `miles-k3 sglang-commands RECIPE` prints how they are started"
-        )
+    yield from span_problems(
+        recipe, config, ranks=world.size, per_node=recipe.cluster.ranks_per_node or world.local_size,
+        launcher=world.launcher,
+    )  # fmt: skip
 
 
 def _kernel_problems(recipe: Recipe) -> Iterator[str]:

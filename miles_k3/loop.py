@@ -165,11 +165,13 @@ class Ring:
         if not self.recipe.rollout.sleep_while_training:
             yield
             return
-        self.parts.engine.sleep()
+        engine = self.parts.engine
+        # Another rank may speak for the engine on this one's GPU, so all wait until all are asleep.
+        self.world.together(engine.sleep)
         try:
             yield
         finally:
-            self.parts.engine.wake()
+            engine.wake()
 
     @contextmanager
     def _trainer_asleep(self) -> Iterator[None]:

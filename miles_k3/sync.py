@@ -13,6 +13,7 @@ from miles_k3.adapters.transport import publish
 from miles_k3.config import Recipe
 from miles_k3.errors import DataError
 from miles_k3.protocols import Engine, Task, Trainer
+from miles_k3.rollout.sglang.neighbour import NeighbourEngine
 from miles_k3.types import AdapterUpdate, Prompt
 from miles_k3.world import ALONE, World
 
@@ -49,11 +50,15 @@ class AdapterSync:
         Raises AdapterError when an engine refuses it and SyncError when an engine's answers do not follow.
         """
         update, scores = self._trainer.export_adapter(), self._canary.scored_by(self._trainer)
-        measured = self._world.everywhere(lambda: self._hand_over(update, scores))
+        told = self._world.everywhere(lambda: self._hand_over(update, scores))
+        measured = [values for values in told if values is not None]
         return {name: max(values[name] for values in measured) for name in measured[0]}
 
-    def _hand_over(self, update: AdapterUpdate, scores: Sequence[Tensor]) -> Mapping[str, float]:
+    def _hand_over(self, update: AdapterUpdate, scores: Sequence[Tensor]) -> Mapping[str, float] | None:
+        """None of a rank without an engine of its own."""
         sent = publish(update, self._engine)
+        if isinstance(self._engine, NeighbourEngine):
+            return None
         answers = Answers(trainer=scores, engine=self._canary.scored_by(self._engine))
         report = check_canary(answers, max_diff=self._limit, version=sent.version, previous=self._previous)
         self._previous = answers

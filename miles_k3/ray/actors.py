@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_k3.config import Recipe
 from miles_k3.errors import LaunchError, TransportError
+from miles_k3.ray.engine_nodes import EngineNode, OtherNodes, free_address
 from miles_k3.ray.remote_engine import EngineGoneError, RemoteEngine
+from miles_k3.rollout.sglang.neighbour import NeighbourEngine
 from miles_k3.types import AdapterUpdate, Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -48,14 +49,15 @@ class Place:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """What a process of the run has to know. `environment`: None removes a variable; `folder` is the working one;
-    `bundle` is the rank's, and `share` what its engine has of it."""
+    `engine`: the machines of the engine that the rank speaks for, none where it has none; `share`: of a bundle's
+    resources, what the engine's process has."""
 
     recipe: Recipe
     resume: bool
     debug: bool
     environment: Mapping[str, str | None]
     folder: Path
-    bundle: int
+    engine: tuple[EngineNode, ...]
     share: Mapping[str, float]
 
 
@@ -98,11 +100,7 @@ class RankActor:
     def run(self, order: Order) -> RunResult:
         """Train; whatever ends it early is raised. Collective."""
         settle_in(order)
-        name, cluster = f"the engine of rank {self._rank}", order.recipe.cluster
-        engine = RemoteEngine(
-            lambda: RayEngineProcess(order, name, cluster.engine_timeout_s), name=name,
-            restarts=cluster.engine_restarts, timeout_s=cluster.engine_timeout_s,
-        )  # fmt: skip
+        engine = self._engine(order)
         try:
             from miles_k3.loop import run_training
             from miles_k3.run_folder import RunFolder
@@ -110,9 +108,18 @@ class RankActor:
 
             world = join_world()
             with RunFolder.create(order.recipe, resume=order.resume, world=world) as run:
-                return run_training(order.recipe, run, resume=order.resume, new_engine=lambda *_: engine.ready())
+                return run_training(order.recipe, run, resume=order.resume, new_engine=lambda *_: _ready(engine))
         finally:
             engine.close()
+
+    def _engine(self, order: Order) -> RemoteEngine | NeighbourEngine:
+        if not order.engine:
+            return NeighbourEngine()
+        name, cluster = f"the engine of rank {self._rank}", order.recipe.cluster
+        return RemoteEngine(
+            lambda: RayEngineProcess(order, name, cluster.engine_timeout_s), name=name,
+            restarts=cluster.engine_restarts, timeout_s=cluster.engine_timeout_s,
+        )  # fmt: skip
 
     def stop(self, number: int) -> bool:
         """Ask the run for its end, as a signal would. False where it has not begun yet."""
@@ -131,12 +138,18 @@ class EngineActor:
     def __repr__(self) -> str:
         return self._name
 
-    async def start(self) -> None:
+    async def meeting_place(self) -> str:
+        """Where the machines of an engine find one another."""
+        return free_address()
+
+    async def start(self, meeting_place: str | None = None) -> None:
         """Load the model. Raises what is wrong with it."""
         world = settle_in(self._order)
         from miles_k3.assemble import load_recipe_engine
 
-        self._engine = load_recipe_engine(self._order.recipe, world)
+        self._engine = load_recipe_engine(
+            self._order.recipe, world, first_gpu=self._order.engine[0].first_gpu, meeting_place=meeting_place
+        )
 
     async def generate(
         self, token_ids: tuple[int, ...], params: SamplingParams, request_id: str, version: int
@@ -182,32 +195,29 @@ class EngineActor:
 
 
 class RayEngineProcess:
-    """Implements `EngineProcess`: an EngineActor in the bundle of the rank that makes it."""
+    """Implements `EngineProcess`: an EngineActor on the engine's first machine, and SGLang's parts on the others."""
 
     def __init__(self, order: Order, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = name, timeout_s
-        group = ray.util.get_current_placement_group()
-        assert group is not None, "a rank is in its run's placement group"
-        bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=order.bundle)
-        make = ray.remote(EngineActor).options(
-            num_cpus=order.share["CPU"], num_gpus=order.share.get("GPU", 0), scheduling_strategy=bundle,
-            max_concurrency=MANY, max_restarts=0,
-        )  # fmt: skip
-        self._actor: Any = make.remote(order, name)
+        self._actor: Any = order.engine[0].actor(EngineActor, order.share, max_concurrency=MANY).remote(order, name)
+        self._others = OtherNodes(order, name, lost=lambda: ray.kill(self._actor)) if len(order.engine) > 1 else None
 
     def call(self, verb: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         try:
+            if verb == "start" and self._others is not None:
+                arguments = (ray.get(self._ask("meeting_place")),)
+                self._others.start(*arguments)
             return ray.get(self._ask(verb, *arguments), timeout=timeout_s)
         except GetTimeoutError:
             raise TimeoutError from None
         except RayError as error:
-            raise _told(error) from error
+            raise self._told(error) from error
 
     async def acall(self, verb: str, *arguments: Any) -> Any:
         try:
             return await self._ask(verb, *arguments)
         except RayError as error:
-            raise _told(error) from error
+            raise self._told(error) from error
 
     async def stream(self, on_tokens: OnTokens, *arguments: Any) -> Completion:
         try:
@@ -217,7 +227,7 @@ class RayEngineProcess:
                     return told
                 on_tokens(*told)
         except RayError as error:
-            raise _told(error) from error
+            raise self._told(error) from error
         raise EngineGoneError("it ended a stream without a completion")
 
     def tell(self, verb: str, *arguments: Any) -> None:
@@ -242,20 +252,29 @@ class RayEngineProcess:
             self.end()
             raise EngineGoneError(f"it did not load its adapter in {self._timeout_s:g} s and was ended") from None
         except RayError as error:
-            raise _told(error) from error
+            raise self._told(error) from error
 
     def end(self) -> None:
         ray.kill(self._actor)
+        if self._others is not None:
+            self._others.end()
 
     def _ask(self, verb: str, *arguments: Any) -> Any:
         return getattr(self._actor, verb).remote(*arguments)
 
+    def _told(self, error: RayError) -> Exception:
+        """The far end's own error, or what its end was; it is ended when another machine's part has gone."""
+        from miles_k3.rollout.sglang.backend import SglangGoneError
 
-def _told(error: RayError) -> Exception:
-    """The far end's own error, or what its end was."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
-        return error.cause
-    return EngineGoneError(end_of_process(error))
+        if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+            gone = isinstance(error.cause, SglangGoneError)
+            return EngineGoneError(str(error.cause)) if gone else error.cause
+        elsewhere = None if self._others is None else self._others.reason
+        return EngineGoneError(elsewhere or end_of_process(error))
+
+
+def _ready(engine: RemoteEngine | NeighbourEngine) -> RemoteEngine | NeighbourEngine:
+    return engine.ready() if isinstance(engine, RemoteEngine) else engine
 
 
 def end_of_process(error: RayError) -> str:

@@ -18,8 +18,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_k3.config import Recipe
 from miles_k3.errors import LaunchError
+from miles_k3.plan.planner import read_config
 from miles_k3.ray.actors import SHARE, Order, Place, RankActor, end_of_process
 from miles_k3.ray.cluster import Request, joined, placed, refuse_cluster, request_of, spare_proxies
+from miles_k3.ray.engine_nodes import engine_nodes
+from miles_k3.rollout.sglang.arguments import sglang_problems
+from miles_k3.rollout.sglang.span import engine_ranks, span_problems
 from miles_k3.world import LAUNCHER, PeerLostError
 
 if TYPE_CHECKING:
@@ -41,6 +45,7 @@ def launch(recipe: Recipe, *, resume: bool = False, debug: bool = False) -> RunR
 
     Raises LaunchError when the cluster can't hold the run or a process of it is lost, and what ended a rank.
     """
+    refuse_engines(recipe)
     os.environ.setdefault(OWN_DEVICES, "1")
     os.environ.setdefault(NICENESS, "0")
     with joined(recipe):
@@ -50,18 +55,33 @@ def launch(recipe: Recipe, *, resume: bool = False, debug: bool = False) -> RunR
             ranks = [_make_rank(rank, bundle, wanted) for rank, bundle in enumerate(bundles)]
             places = _places(ranks)
             store = _open_store() if len(ranks) > 1 else None
+            environments = list(_environments(places, store))
+            engines = engine_nodes(bundles, environments, lambda rank: engine_ranks(recipe, rank, len(ranks)))
             running = [
                 rank.run.remote(Order(
                     recipe=recipe, resume=resume, debug=debug, environment=environment, folder=Path.cwd(),
-                    bundle=bundle, share=_share(wanted),
+                    engine=engine, share=_share(wanted),
                 ))
-                for rank, environment, (_, bundle) in zip(ranks, _environments(places, store), bundles, strict=True)
+                for rank, environment, engine in zip(ranks, environments, engines, strict=True)
             ]  # fmt: skip
             try:
                 return _watch(ranks, running, signals, recipe)
             finally:
                 for rank in ranks:
                     ray.kill(rank)
+
+
+def refuse_engines(recipe: Recipe) -> None:
+    """Raise LaunchError where the recipe's SGLang engines can't be started, before a cluster is joined."""
+    if recipe.rollout.engine != "sglang":
+        return
+    config, wanted = read_config(recipe), request_of(recipe, 1)
+    problems = [
+        *sglang_problems(recipe, config),
+        *span_problems(recipe, config, ranks=wanted.ranks, per_node=wanted.per_node, launcher="ray"),
+    ]
+    if problems:
+        raise LaunchError("\n".join(problems))
 
 
 def _share(wanted: Request) -> dict[str, float]:

@@ -5,6 +5,7 @@ SGLang takes a whole adapter in one call and has no way to add to it, so there i
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,10 +33,13 @@ def flat_adapter(update: AdapterUpdate, layout: Mapping[str, AdapterTensor]) -> 
     return whole, starts
 
 
-def serialized(update: AdapterUpdate, layout: Mapping[str, AdapterTensor], ranks: int) -> list[Any]:
-    """What each tensor-parallel rank of an engine on this host is sent; the bucket itself stays where it is.
+def serialized(
+    update: AdapterUpdate, layout: Mapping[str, AdapterTensor], ranks: int, *, here: int | None = None
+) -> list[Any]:
+    """What each tensor-parallel rank of an engine is sent. The first `here` of them, or all, are on this host.
 
-    CUDA memory goes as an IPC handle, the host's as shared memory. The caller keeps nothing: SGLang copies the tensors.
+    For those the bucket itself stays where it is: CUDA memory goes as an IPC handle, the host's as shared memory. The
+    others get its bytes, all the same object, which a message holds once. The caller keeps nothing: SGLang copies.
     """
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
@@ -51,4 +55,9 @@ def serialized(update: AdapterUpdate, layout: Mapping[str, AdapterTensor], ranks
             )
         )
     bucket = {"flattened_tensor": whole, "metadata": metadata}
-    return [MultiprocessingSerializer.serialize(bucket) for _ in range(ranks)]
+    near = ranks if here is None else here
+    handles = [MultiprocessingSerializer.serialize(bucket) for _ in range(near)]
+    if near == ranks:
+        return handles
+    far = pickle.dumps({"flattened_tensor": whole.cpu(), "metadata": metadata}, protocol=pickle.HIGHEST_PROTOCOL)
+    return [*handles, *[far] * (ranks - near)]

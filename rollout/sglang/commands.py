@@ -30,6 +30,17 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
     return words
 
 
+def node_command(
+    recipe: Recipe, config: K3Config, *, node: int, first_gpu: int, meeting_place: str, port: int
+) -> list[str]:
+    """What runs on machine `node` >= 1 of an engine over several. `port` is of its answers to health checks."""
+    from miles_k3.rollout.sglang.start import is_hopper
+
+    machine = Machine(hopper=is_hopper(first_gpu), first_gpu=first_gpu, node=node, meeting_place=meeting_place)
+    arguments = server_arguments(recipe, config, machine)
+    return command_line(arguments | {"host": "127.0.0.1", "port": port})
+
+
 def serve_commands(recipe: Recipe, config: K3Config) -> list[str]:
     """Shell lines, each after a comment that says where it runs; a worker that spans several nodes has one for each."""
     own = recipe.rollout.sglang

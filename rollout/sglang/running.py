@@ -164,10 +164,12 @@ class RunningSglang:
     def load(self, name: str, update: AdapterUpdate) -> None:
         from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
 
-        layout = adapter_layout(self._config, update.config)
+        layout, server = adapter_layout(self._config, update.config), self._engine.server_args
         request = LoadLoRAAdapterFromTensorsReqInput(
             lora_name=name, config_dict=peft_config(update.config), load_format=LOAD_FORMAT,
-            serialized_named_tensors=serialized(update, layout, self._engine.server_args.tp_size),
+            serialized_named_tensors=serialized(
+                update, layout, server.tp_size, here=server.tp_size // server.nnodes
+            ),
         )  # fmt: skip
         answer = self._ask(self._manager.load_lora_adapter_from_tensors(request, None))
         del request

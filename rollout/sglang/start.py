@@ -15,6 +15,10 @@ from miles_k3.types import AdapterConfig
 _HOPPER = 9  # its major compute capability
 
 
+def is_hopper(gpu: int) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(gpu)[0] == _HOPPER
+
+
 def start_sglang(
     recipe: Recipe,
     config: K3Config,
@@ -23,10 +27,15 @@ def start_sglang(
     adapter_config: AdapterConfig | None,
     max_sequence_tokens: int,
     first_gpu: int,
+    meeting_place: str | None = None,
 ) -> SglangEngine:
-    """Start SGLang's processes on the GPUs from `first_gpu` on; minutes for a large model. Raises EngineError."""
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(first_gpu)[0] == _HOPPER
-    arguments = server_arguments(recipe, config, Machine(hopper=hopper, first_gpu=first_gpu))
+    """Start SGLang's processes on the GPUs from `first_gpu` on; minutes for a large model. Raises EngineError.
+
+    An engine over several machines waits at `meeting_place` for the others' processes.
+    """
+    arguments = server_arguments(
+        recipe, config, Machine(hopper=is_hopper(first_gpu), first_gpu=first_gpu, meeting_place=meeting_place)
+    )
     return SglangEngine(
         RunningSglang(arguments, config), config, tokenizer=tokenizer, adapter_config=adapter_config,
         max_lora_rank=recipe.rollout.max_lora_rank, max_sequence_tokens=max_sequence_tokens,

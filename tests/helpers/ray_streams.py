@@ -14,6 +14,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_k3.ray.actors import SHARE, Order, RayEngineProcess
+from miles_k3.ray.engine_nodes import EngineNode
 from miles_k3.ray.remote_engine import RemoteEngine
 from miles_k3.recipe import load_recipe
 from miles_k3.types import SamplingParams
@@ -63,8 +64,8 @@ def main(address: str) -> None:
     group = placement_group([{"CPU": 1.0}])
     ray.get(group.ready())
     order = Order(
-        recipe=load_recipe("tiny-cpu").recipe, resume=False, debug=False, environment={}, folder=Path.cwd(), bundle=0,
-        share={"CPU": SHARE},
+        recipe=load_recipe("tiny-cpu").recipe, resume=False, debug=False, environment={}, folder=Path.cwd(),
+        engine=(EngineNode(group=group, bundle=0, first_gpu=0, environment={}),), share={"CPU": SHARE},
     )  # fmt: skip
     place = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
     owner: Any = ray.remote(Owner).options(num_cpus=SHARE, scheduling_strategy=place).remote()

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.engine_processes import new_update
 
 from miles_k3 import sync
 from miles_k3.errors import SyncError
 from miles_k3.recipe import load_recipe
+from miles_k3.rollout.sglang.neighbour import NeighbourEngine
 from miles_k3.rollout.tasks.registry import make_task
 from miles_k3.tokenizer import load_tokenizer
 
@@ -81,3 +83,21 @@ def test_a_difference_on_a_few_sequences_is_a_router_tie(monkeypatch, recipe, to
 def test_a_difference_everywhere_stops_the_run(monkeypatch, recipe, tokenizer):
     with pytest.raises(SyncError, match=r"adapter v1: trainer and engine differ by 0\.02 nats"):
         run_sync(monkeypatch, recipe, tokenizer, Side(), Side(off=range(99), by=0.02))
+
+
+def test_a_rank_without_an_engine_of_its_own_judges_nothing(recipe, tokenizer):
+    """It follows the version; the numbers are those of the ranks that have one."""
+
+    class Exporting(Side):
+        def export_adapter(self):  # type: ignore[override]
+            return new_update(0)
+
+    neighbour = NeighbourEngine()
+
+    class Two:
+        def everywhere(self, work):
+            return [{"sync/version": 0, "sync/bytes": 8, "sync/load_s": 1.0, "sync/canary_diff": 0.5}, work()]
+
+    told = sync.AdapterSync(recipe, canary_of(recipe, tokenizer), Exporting(), neighbour, Two())()  # type: ignore[arg-type]
+    assert told["sync/canary_diff"] == 0.5
+    assert neighbour.adapter_version == 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from miles_k3.adapters.layout import adapter_layout
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.ops.situ import situ
-from miles_k3.rollout.sglang.hooks.direct_swap import fill_a, fill_b, rank_share, split_names
+from miles_k3.rollout.sglang.hooks.direct_swap import fill_a, fill_b, own_experts, rank_share, split_names
 from miles_k3.rollout.sglang.hooks.expert_lora import refuse_padding, runs_base_only
 from miles_k3.rollout.sglang.hooks.graph_buffers import plain_shapes
 from miles_k3.rollout.sglang.hooks.hidden_dims import module_dims
@@ -211,6 +211,14 @@ def test_a_ranks_part_of_a_factor() -> None:
             for target, which in (("gate_up_proj", "A"), ("down_proj", "B")):
                 shared = torch.randn(1, 3, 5)
                 assert torch.equal(rank_share(shared, target, which, **at), shared)
+
+
+def test_an_expert_parallel_rank_keeps_its_own_experts() -> None:
+    factor, shared = torch.randn(6, 4, 2), torch.randn(1, 4, 2)
+    parts = [own_experts(factor, rank=rank, ranks=3) for rank in range(3)]
+    assert torch.equal(torch.cat(parts), factor)
+    assert own_experts(shared, rank=1, ranks=3) is shared
+    assert own_experts(factor, rank=1, ranks=4) is factor, "SGLang keeps them whole then, too"
 
 
 def test_only_packed_routed_experts_are_taken() -> None:
