@@ -43,6 +43,7 @@ from miles_k3.k3.kernels.row_norms import gated_heads, mla_norms_, rms_norm_rows
 from miles_k3.k3.kernels.skinny import Product, products_
 from miles_k3.k3.ops.lora import ExpertLoraTerm
 from miles_k3.k3.ops.packed import Packed
+from miles_k3.rollout.sglang.hooks.row_lora import ExpertFactors, RowHooks
 from miles_k3.rollout.speculative.replay import ReplayBuffer
 
 HIDDEN, LATENT, INNER, EXPERTS, TOP_K, RANK = 7168, 3584, 3072, 896, 16, 16
@@ -109,6 +110,7 @@ def calls() -> Iterator[tuple[str, Any]]:
     yield from _mla_calls()
     yield from _moe_calls()
     yield from _dense_calls()
+    yield from _sglang_calls()
 
 
 def _residual_calls() -> Iterator[tuple[str, Any]]:
@@ -230,6 +232,25 @@ def _dense_calls() -> Iterator[tuple[str, Any]]:
                 ),
             )
         yield f"{tokens} tokens", lambda t=tokens: situ_with_lora(randn(t, 2 * INNER), (4.0, 25.0))
+
+
+def _sglang_calls() -> Iterator[tuple[str, Any]]:
+    """LoRA of the experts in SGLang's decode steps, at the rank of the recipes and at the largest."""
+    for rank in (RANK, 64):
+        factors = ExpertFactors(
+            a13=randn(1, 1, 2 * rank, LATENT), b13=randn(1, FEW_EXPERTS, 2 * INNER, rank),
+            a2=randn(1, FEW_EXPERTS, rank, INNER), b2=randn(1, 1, LATENT, rank),
+        )  # fmt: skip
+        for tokens in (1, 8):
+            hooks = RowHooks(factors, torch.zeros(tokens, dtype=torch.int32))
+            weights, chosen = randn(tokens, TOP_K, dtype=torch.float32), torch.zeros(tokens, TOP_K, dtype=torch.int32)
+            yield (
+                f"{tokens} tokens in SGLang, rank {rank}",
+                lambda h=hooks, t=tokens, w=weights, c=chosen: (
+                    h.after_gate_up(randn(t, LATENT), randn(t, TOP_K, 2 * INNER), w, c),
+                    h.after_down(randn(t * TOP_K, INNER), randn(t, TOP_K, LATENT), w, c),
+                ),
+            )
 
 
 def usage(cubin: Path) -> tuple[int, int]:
