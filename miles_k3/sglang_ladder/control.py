@@ -19,7 +19,8 @@ from typing import Any
 
 CLOSING_S = 8.0  # of a budget, for the end of a step's processes and the last lines
 LOOK_S = 0.2  # between two looks at a step's figures
-_SGLANG = ("torch", "sglang", "sgl_kernel", "safetensors", "pydantic", "omegaconf")
+_SGLANG = ("torch", "sglang", "sgl_kernel", "safetensors", "pydantic", "psutil")
+_TRAINER = ("megatron.core", "omegaconf", "rich", "transformers", "jinja2", "matplotlib")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ TIMINGS: Mapping[str, Timing] = {
     "golden": Timing(expected_s=200, limit_s=360, instead="golden-eager"),
     "wide-lora": Timing(expected_s=160, limit_s=360, instead="wide-lora-blocks"),
     "wide-base": Timing(expected_s=110, limit_s=240),
-    "rl": Timing(expected_s=180, limit_s=420, needs=(*_SGLANG, "megatron.core", "transformers")),
+    "rl": Timing(expected_s=180, limit_s=420, needs=(*_SGLANG, *_TRAINER)),
     "golden-eager": Timing(expected_s=130, limit_s=240),
     "wide-lora-blocks": Timing(expected_s=130, limit_s=300),
 }

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from helpers.sglang_cpu import CPU_ARGUMENTS, RANK
 from helpers.tiny import tiny_adapter
 
 from miles_k3.adapters.update import make_update
 from miles_k3.errors import AdapterError, EngineError
 from miles_k3.k3.config import K3Config
+from miles_k3.plan.engine import BF16, engine_bytes
+from miles_k3.plan.weights import Share, base_bytes
+from miles_k3.recipe import load_recipe
 from miles_k3.rollout.sglang.adapters import peft_config
 from miles_k3.rollout.sglang.backend import SglangGoneError
 from miles_k3.rollout.sglang.engine import SglangEngine
@@ -29,6 +33,13 @@ if TYPE_CHECKING:
     from miles_k3.rollout.sglang.running import RunningSglang
 
 ADAPTER = AdapterConfig(rank=4, alpha=8.0)
+# The recipe that asks for what tests start SGLang with.
+ASKED = [
+    "rollout.engine=sglang", f"rollout.max_running={CPU_ARGUMENTS['max_running_requests']}", "rollout.page_size=16",
+    f"rollout.num_pages={CPU_ARGUMENTS['max_total_tokens'] // 16}", f"rollout.max_lora_rank={RANK}",
+    f"lora.rank={RANK}", f"rollout.sglang.state_slots={CPU_ARGUMENTS['max_mamba_cache_size']}",
+    "rollout.sglang.cuda_graphs=false",
+]  # fmt: skip
 
 
 def an_update(config: K3Config, version: int) -> AdapterUpdate:
@@ -45,6 +56,16 @@ def engine(running: RunningSglang, config: K3Config) -> SglangEngine:
 def test_the_scheduler_has_every_hook(running: RunningSglang) -> None:
     assert running.state()[KEY] == list(hook_names())
     assert running.state()["enable_lora"] is True
+
+
+def test_what_lies_in_memory_is_what_the_planner_says(running: RunningSglang, config: K3Config) -> None:
+    held: dict[str, int] = running.state()["bytes"]
+    found = engine_bytes(load_recipe("tiny-cpu", ASKED).recipe, config, BF16)
+    assert held["adapter slots"] == found.slots
+    assert held["states"] == found.states
+    assert held["kv"] == found.kv
+    experts = base_bytes(config, Share.whole(config), itemsize=BF16, packed=True).experts
+    assert held["weights"] == pytest.approx(found.base - experts, rel=0.002), "all but the routed experts"
 
 
 def test_versions_come_and_go_through_sglangs_own_api(engine: SglangEngine, running: RunningSglang,
