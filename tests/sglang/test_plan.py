@@ -1,11 +1,11 @@
-"""What the planner says of SGLang's memory, against what SGLang itself allocates and computes."""
+"""What the planner says of SGLang's memory at the whole K3, against what SGLang's own code computes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,9 +13,6 @@ from miles_k3.k3.config import K3Config
 from miles_k3.plan.engine import BF16, kv_bytes_per_token, state_bytes
 from miles_k3.plan.sglang import SLOTS, Split, slot_numbers
 from miles_k3.rollout.sglang.hooks.hidden_dims import module_dims
-
-if TYPE_CHECKING:
-    pass
 
 KIMI = Path(__file__).parents[2] / "assets" / "kimi-k3"
 
@@ -54,7 +51,7 @@ def test_slots_of_the_whole_model_on_every_split(tp: int, ep: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 8, 16])
-def test_states_and_kv_of_the_whole_model(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_and_kv_of_the_whole_model(tp: int) -> None:
     from sglang.srt.configs.mamba_utils import KimiLinearStateShape
 
     config = K3Config.from_folder(KIMI)

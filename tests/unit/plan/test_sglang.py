@@ -1,6 +1,6 @@
 """SGLang's share of a plan: what it gives back while the trainer works, and what the recipe's keys change.
 
-That the sizes are SGLang's own is tried with SGLang itself (`tests/sglang/test_plan.py`).
+That the sizes are SGLang's own is tried with SGLang itself (`tests/sglang`).
 """
 
 from __future__ import annotations
