@@ -60,6 +60,7 @@ def test_trainer_and_engine_read_the_same_base_tensors(tmp_path: Path) -> None:
     """One resident base: every parameter of the trainer that is frozen, and the engine's weights, are its storages."""
     with assembled(small_recipe(tmp_path), training=True) as parts:
         base = parts.model.base
+        assert base is not None
         held = {t.untyped_storage().data_ptr() for t in base.tensors.values()}
         for bank in base.experts.values():
             held |= {t.untyped_storage().data_ptr() for t in (bank.w13, bank.w2) if t is not None}
