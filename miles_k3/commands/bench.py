@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from miles_k3.commands.options import RecipeArg, SetOption
 
 if TYPE_CHECKING:  # brings torch
-    from miles_k3.bench.engine_steps import EngineBench
     from miles_k3.bench.measures import Ceilings, Row
+
+EngineBench = Literal["decode", "eager", "prefill", "swap", "variants"]
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
 
@@ -67,22 +69,25 @@ Context = Annotated[int, typer.Option("--context", min=1, help="Tokens of each p
 K3_LAYERS = Path("assets/k3-4layer")
 
 
-@bench_app.command("decode")
-def bench_decode(
-    model: Folder = K3_LAYERS, batch: Batch = None, context: Context = 256, device: Device = "cuda",
-    out: Out = Path("runs/bench"),
-) -> None:  # fmt: skip
-    """Decode steps of the engine with and without LoRA, random weights, beside the bytes' floor."""
-    _engine_bench("decode", model, batch or [1, 8, 64], context, device, out)
+DECODE_STEPS: dict[EngineBench, str] = {
+    "decode": "Decode steps of the engine with and without LoRA, random weights, beside the bytes' floor.",
+    "eager": "Decode steps of two layers, one of each kind, beside the same in eager torch with unpacked experts.",
+    "variants": "Decode steps without the shared experts' branch, with dependent launches, and as they are.",
+}
 
 
-@bench_app.command("eager")
-def bench_eager(
-    model: Folder = K3_LAYERS, batch: Batch = None, context: Context = 256, device: Device = "cuda",
-    out: Out = Path("runs/bench"),
-) -> None:  # fmt: skip
-    """Decode steps of two layers, one of each kind, beside the same in eager torch with unpacked experts."""
-    _engine_bench("eager", model, batch or [1, 8, 64], context, device, out)
+def _decode_steps(name: EngineBench) -> Callable[..., None]:
+    def bench(
+        model: Folder = K3_LAYERS, batch: Batch = None, context: Context = 256, device: Device = "cuda",
+        out: Out = Path("runs/bench"),
+    ) -> None:  # fmt: skip
+        _engine_bench(name, model, batch or [1, 8, 64], context, device, out)
+
+    return bench
+
+
+for _name, _text in DECODE_STEPS.items():
+    bench_app.command(_name, help=_text)(_decode_steps(_name))
 
 
 @bench_app.command("prefill")
@@ -94,15 +99,6 @@ def bench_prefill(
 ) -> None:
     """One prompt in one chunk with and without LoRA, random weights, beside the FLOPs' floor."""
     _engine_bench("prefill", model, [1], tokens, device, out)
-
-
-@bench_app.command("variants")
-def bench_variants(
-    model: Folder = K3_LAYERS, batch: Batch = None, context: Context = 256, device: Device = "cuda",
-    out: Out = Path("runs/bench"),
-) -> None:  # fmt: skip
-    """Decode steps without the shared experts' branch, and with dependent launches, beside the steps as they are."""
-    _engine_bench("variants", model, batch or [1, 8, 64], context, device, out)
 
 
 @bench_app.command("swap")
