@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from miles_k3.bench import EngineBench
 from miles_k3.bench.engine import bench_decode, bench_eager, bench_prefill, bench_swap, two_layers
 from miles_k3.bench.measures import Ceilings, Row, collected
 from miles_k3.bench.variants import bench_variants
-from miles_k3.commands.bench import EngineBench
 from miles_k3.errors import LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.random_weights import random_base

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from miles_k3.bench import EngineBench
 from miles_k3.commands.options import RecipeArg, SetOption
 
 if TYPE_CHECKING:  # brings torch
     from miles_k3.bench.measures import Ceilings, Row
-
-EngineBench = Literal["decode", "eager", "prefill", "swap", "variants"]
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure parts of the product on this machine.")
 
