@@ -29,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from miles_k3.k3.kernels.attn_res_norm import Write, attn_res_norm
+from miles_k3.k3.kernels.block_attention import block_attention
 from miles_k3.k3.kernels.dense_lora import segmented_lora_, situ_with_lora
 from miles_k3.k3.kernels.fused_experts import fused_experts
 from miles_k3.k3.kernels.grouped_mxfp4 import grouped_mxfp4, grouped_mxfp4_transposed
@@ -168,6 +169,9 @@ def _mla_calls() -> Iterator[tuple[str, Any]]:
         table, length = torch.zeros(batch, pages, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
         q = randn(batch, HEADS, width)
         yield f"{batch} x {pages} pages", lambda q=q, t=table, n=length: paged_read(q, cache, t, n, KV_LATENT, 0.1)
+    q, (k, v), wide = randn(2, 7, 64, 64), (randn(2, 7, 16, 64) for _ in range(2)), randn(4, page, 2 * width + 10240)
+    pages, count = torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    yield "a draft's block", lambda: block_attention(q, k, v, wide[:, :, 2 * width :], pages, count, 2048)
 
 
 def _packed(*shape: int) -> PackedExperts:

@@ -172,8 +172,7 @@ class Speculator:
             return self.draft_graphs.draft(requests)
         anchors = [r.num_cached for r in requests]
         table_SP = put(memory.page_rows(requests, max(anchors)), self._device)
-        rows_SPZC = memory.pool.draft[0].index_select(0, table_SP.flatten())
-        context = model.context_of(rows_SPZC.view(len(requests), -1, rows_SPZC.shape[-1]))
+        context = model.context_in(memory.pool.draft[0], table_SP, on_kernels=self._model.on_kernels)
         positions_S = put([r.position for r in requests], self._device)
         drawing = replace(sampling, seeds_B=draft_seeds(self.at.accept, sampling.seeds_B))
         block = model.draft(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,17 @@ from miles_k3.k3.draft_params import (
 from miles_k3.k3.ops.norm import rms_norm
 from miles_k3.rollout.speculative.rotary import Rotary
 
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Of a layer: queries [S, A * G, N, D] and the blocks' own keys and values [S, A * G, M, D] to [S, A * G, N, D]."""
+
+
+class Context(Protocol):
+    """What blocks see of committed tokens."""
+
+    def attention(self, anchors_SA: Tensor, block_size: int) -> Attention:
+        """Of the blocks behind these positions: each sees its own tokens and the context before its anchor."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DraftContext:
@@ -43,6 +55,21 @@ class DraftContext:
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+
+    def attention(self, anchors_SA: Tensor, block_size: int) -> Attention:
+        num_sequences, num_blocks = anchors_SA.shape
+        device = anchors_SA.device
+        before = torch.arange(self.keys[0].shape[1], device=device) < anchors_SA.unsqueeze(-1)
+        same_QQ = torch.block_diag(*[torch.ones(block_size, block_size, device=device)] * num_blocks).bool()
+        visible = torch.cat([before.repeat_interleave(block_size, dim=1), same_QQ.expand(num_sequences, -1, -1)], -1)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = torch.cat([self.keys[layer], k], dim=1), torch.cat([self.values[layer], v], dim=1)
+            return F.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=visible.unsqueeze(1), enable_gqa=True
+            ).transpose(1, 2)
+
+        return attend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,36 +105,28 @@ class DraftModel:
         return self.rotary(k, positions), v
 
     # --- block --------------------------------------------------------------------------------------------------
-    def hidden(self, anchor_tokens_SA: Tensor, anchors_SA: Tensor, context: DraftContext) -> Tensor:
+    def hidden(self, anchor_tokens_SA: Tensor, anchors_SA: Tensor, context: Context) -> Tensor:
         """What head, Markov head and confidence head read: [S, A, G, H]; row k is about position anchor + 1 + k.
 
         `anchors_SA` are the positions of the anchors. Blocks of a sequence don't see each other.
         """
-        c, (num_sequences, num_blocks) = self.config, anchors_SA.shape
+        c, num_blocks = self.config, anchors_SA.shape[1]
         tokens_SAG = F.pad(anchor_tokens_SA.unsqueeze(-1), (0, c.block_size - 1), value=c.mask_token_id)
         x = self.embed_VH[tokens_SAG].to(self.weights[NORM].dtype).flatten(1, 2)
         offsets_G = torch.arange(c.block_size, device=x.device)
         positions = (anchors_SA.unsqueeze(-1) + offsets_G).flatten(1)
-        before = torch.arange(context.keys[0].shape[1], device=x.device) < anchors_SA.unsqueeze(-1)
-        same_QQ = torch.block_diag(*[torch.ones(c.block_size, c.block_size, device=x.device)] * num_blocks).bool()
-        visible = torch.cat(
-            [before.repeat_interleave(c.block_size, dim=1), same_QQ.expand(num_sequences, -1, -1)], dim=-1
-        )
+        attend = context.attention(anchors_SA, c.block_size)
         for layer in range(c.num_hidden_layers):
-            x = self._layer(layer, x, positions, context, visible)
+            x = self._layer(layer, x, positions, attend)
         return self._norm(x, NORM).unflatten(1, (num_blocks, c.block_size))
 
-    def _layer(self, layer: int, x: Tensor, positions: Tensor, context: DraftContext, visible: Tensor) -> Tensor:
+    def _layer(self, layer: int, x: Tensor, positions: Tensor, attend: Attention) -> Tensor:
         p, w = draft_layer(layer), self.weights
         normed = self._norm(x, p + "input_layernorm.weight")
         q = (normed @ w[p + "self_attn.q_proj.weight"].t()).unflatten(-1, (-1, self.config.head_dim))
         q = self.rotary(self._norm(q, p + "self_attn.q_norm.weight"), positions)
-        k, v = self._keys_values(layer, normed, positions)
-        k, v = torch.cat([context.keys[layer], k], dim=1), torch.cat([context.values[layer], v], dim=1)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible.unsqueeze(1), enable_gqa=True
-        )
-        x = x + out.transpose(1, 2).flatten(2) @ w[p + "self_attn.o_proj.weight"].t()
+        out = attend(layer, q, *self._keys_values(layer, normed, positions))
+        x = x + out.flatten(2) @ w[p + "self_attn.o_proj.weight"].t()
         normed = self._norm(x, p + "post_attention_layernorm.weight")
         gate, up = (normed @ w[f"{p}mlp.{name}_proj.weight"].t() for name in ("gate", "up"))
         return x + (F.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].t()
@@ -142,7 +161,7 @@ class DraftModel:
         self,
         anchor_tokens_S: Tensor,
         anchors_S: Tensor,
-        context: DraftContext,
+        context: Context,
         choose: Callable[[Tensor, int], Tensor] | None = None,
     ) -> DraftedBlocks:
         """One block for each sequence. `choose(logits [S, V], k)` gives token k of each; None takes the likeliest."""

@@ -1,12 +1,13 @@
 """A draft as an engine keeps it: its weights stay, and what the context needs of all its layers lies side by side.
 
-Shapes: S sequences, T context tokens, W tap width, H hidden, L draft layers, M key-value heads, D head width, C numbers
-of a token's context: keys and values of all layers.
+Shapes: S sequences, T context tokens, P pages of a cache, Z tokens of a page, W tap width, H hidden, L draft layers,
+M key-value heads, D head width, C numbers of a token's context: keys and values of all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +15,26 @@ from torch import Tensor
 from miles_k3.k3.draft_config import DraftConfig
 from miles_k3.k3.draft_params import FC, HIDDEN_NORM, draft_layer
 from miles_k3.k3.ops.decode import rms_norm
-from miles_k3.rollout.speculative.draft import DraftContext, DraftModel, refuse_misfits
+from miles_k3.rollout.speculative.draft import Attention, Context, DraftContext, DraftModel, refuse_misfits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagedContext:
+    """Rows of `ServingDraft.context_rows` where a cache keeps them; one block a sequence."""
+
+    pages_PZC: Tensor
+    table_SP: Tensor
+
+    def attention(self, anchors_SA: Tensor, block_size: int) -> Attention:
+        from miles_k3.k3.kernels.block_attention import block_attention  # Triton is not everywhere
+
+        lengths_S = anchors_SA.squeeze(1)  # the tokens before the anchor
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            first = layer * 2 * k.shape[2] * k.shape[3]
+            return block_attention(q, k, v, self.pages_PZC, self.table_SP, lengths_S, first)
+
+        return attend
 
 
 class ServingDraft(DraftModel):
@@ -54,6 +74,13 @@ class ServingDraft(DraftModel):
         """Rows of `context_rows`, put side by side as sequences."""
         layers = rows_STC.unflatten(-1, self._heads).unbind(2)
         return DraftContext(keys=tuple(l[:, :, 0] for l in layers), values=tuple(l[:, :, 1] for l in layers))
+
+    def context_in(self, pages_PZC: Tensor, table_SP: Tensor, *, on_kernels: bool) -> Context:
+        """Of sequences whose rows lie in these pages of a cache: read there by a kernel, or gathered."""
+        if on_kernels:
+            return PagedContext(pages_PZC=pages_PZC, table_SP=table_SP)
+        rows_SPZC = pages_PZC.index_select(0, table_SP.flatten())
+        return self.context_of(rows_SPZC.view(table_SP.shape[0], -1, pages_PZC.shape[-1]))
 
     @property
     def _heads(self) -> tuple[int, int, int, int]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from miles_k3.k3.kernels import grouped_mxfp4 as grouped
 from miles_k3.k3.kernels.attn_res_norm import Write, attn_res_norm
+from miles_k3.k3.kernels.block_attention import block_attention
 from miles_k3.k3.kernels.dense_lora import segmented_lora_, situ_with_lora
 from miles_k3.k3.kernels.fused_experts import fused_experts
 from miles_k3.k3.kernels.grouped_mxfp4 import Shape, grouped_mxfp4_linear
@@ -43,6 +44,7 @@ from miles_k3.k3.ops.residual_bank import ResidualBank
 from miles_k3.k3.ops.short_conv import short_conv
 from miles_k3.k3.ops.situ import situ
 from miles_k3.k3.weights import ExpertBank
+from miles_k3.rollout.speculative.draft import DraftContext
 from miles_k3.rollout.speculative.replay import ReplayBuffer
 from miles_k3.trainer.model import experts as trainer_experts
 from miles_k3.trainer.model.experts import Factors
@@ -383,6 +385,29 @@ def mla_decode_pages(device: torch.device, dtype: torch.dtype) -> None:
         expected = decode.mla_step(*(x.float() for x in (q, gathered, bias, w_k, w_v)))
         near(out[live], expected[live], dtype)
         assert not out[[b for b, n in enumerate(lengths) if not n]].any()
+
+
+@case
+def draft_block_attention(device: torch.device, dtype: torch.dtype) -> None:
+    """Ragged contexts, none at all, queries that share heads; pages in any order, NaN behind each end and elsewhere."""
+    for seed, (size, heads, kv_heads, width) in enumerate([(3, 6, 2, 20), (7, 8, 2, 64), (1, 4, 4, 16)]):
+        draw, page, lengths = Draw(device, dtype, seed), 8, [1, 70, 0, 33]
+        layers, numbers = 2, 2 * kv_heads * width
+        pool = torch.full((40, page, 5 + layers * numbers), float("nan"), device=device, dtype=dtype)
+        cache = pool[:, :, 5:]
+        table = torch.randperm(40, generator=draw.generator)[:36].view(4, -1).to(device, torch.int32)
+        gathered = torch.zeros(4, 72, layers * numbers, device=device, dtype=dtype)
+        for b, length in enumerate(lengths):
+            gathered[b, :length] = draw.normal(length, layers * numbers)
+            rows = cache[table[b].long()].flatten(0, 1)
+            rows[:length] = gathered[b, :length]
+            cache[table[b].long()] = rows.unflatten(0, (-1, page))
+        q, (k, v) = draw.normal(4, size, heads, width), (draw.normal(4, size, kv_heads, width) for _ in range(2))
+        keys, values = gathered.float().unflatten(-1, (layers, 2, kv_heads, width))[:, :, 1].unbind(2)
+        plain = DraftContext(keys=(keys,), values=(values,))
+        length = torch.tensor(lengths, device=device)
+        expected = plain.attention(length.unsqueeze(1), size)(0, q.float(), k.float(), v.float())
+        near(block_attention(q, k, v, cache, table, length, numbers), expected, dtype)
 
 
 @case

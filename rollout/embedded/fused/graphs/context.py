@@ -31,15 +31,14 @@ def write_context_(
 
 
 def draft_blocks(
-    pool: BlockPool, drafts: Sequence[ServingDraft], at: Mapping[str, Tensor], num_pages: int
+    pool: BlockPool, drafts: Sequence[ServingDraft], at: Mapping[str, Tensor], num_pages: int, *, on_kernels: bool
 ) -> tuple[Tensor, Tensor]:
     """(tokens int64 [R, G], confidences fp32 [R, G]) of one block behind each anchor: the policy's own uniforms."""
-    table_RP = at["table"][:, :num_pages]
-    rows_RTC = pool.draft[0].index_select(0, table_RP.flatten()).view(table_RP.shape[0], -1, pool.draft.shape[-1])
     drawing, tokens, confidences = sampling_of(at), [], []
     for draft in drafts:
         block = draft.draft(
-            at["anchors"], at["contexts"], draft.context_of(rows_RTC),
+            at["anchors"], at["contexts"],
+            draft.context_in(pool.draft[0], at["table"][:, :num_pages], on_kernels=on_kernels),
             choose=lambda logits_RV, k: sample(logits_RV, drawing, at["positions"] + k)[0],
         )  # fmt: skip
         sure_RG = block.confidence_SG

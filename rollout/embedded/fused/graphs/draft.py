@@ -87,5 +87,6 @@ class DraftGraphs:
         return tokens_RG.astype(np.int64), confidence_RG.copy()
 
     def _step(self, at: dict[str, Tensor], pages: int, members: Members) -> DraftResults:
-        tokens_RG, confidence_RG = draft_blocks(self._parts.memory.pool, members.drafts, at, pages)
+        p = self._parts
+        tokens_RG, confidence_RG = draft_blocks(p.memory.pool, members.drafts, at, pages, on_kernels=p.model.on_kernels)
         return DraftResults(torch.stack([tokens_RG.double(), confidence_RG.double()]))

@@ -56,7 +56,10 @@ class GraphParts:
 
 
 def page_tier(parts: GraphParts, tokens: int) -> int:
-    """Pages that a draft's graph looks at: a power of two, so that growing answers seldom need another graph."""
+    """Pages that a draft's graph looks at: all, where a kernel reads what there is only; else a power of two, so that
+    growing answers seldom need another graph."""
+    if parts.model.on_kernels:
+        return parts.max_pages
     needed = parts.memory.pool.pages_for(max(tokens, LEAST_CONTEXT))
     return min(1 << (needed - 1).bit_length(), parts.max_pages)
 

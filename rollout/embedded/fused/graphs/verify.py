@@ -197,7 +197,9 @@ class VerifyGraphs:
         packed = Packed(at["cu"], at["rows"], at["cols"], shape.requests + 1, shape.rows)
         drafted_BG, confidence_BG = at["drafted"], at["drafted"].double()
         if shape.pages:
-            drafted_BG, confidence_BG = draft_blocks(pool, members.drafts, at, shape.pages)
+            drafted_BG, confidence_BG = draft_blocks(
+                pool, members.drafts, at, shape.pages, on_kernels=p.model.on_kernels
+            )
         before_T = drafted_BG[packed.rows_T, (packed.cols_T - 1).clamp(min=0)]
         batch = StepBatch(
             tokens_T=torch.where(packed.cols_T == 0, at["anchors"][packed.rows_T], before_T), num_decodes=shape.rows,
