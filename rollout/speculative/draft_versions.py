@@ -26,7 +26,7 @@ class DraftVersions:
         self.config, self._target, self._dtype = config, (embed_VH, head_VH), dtype
         self._models: list[tuple[int, ServingDraft]] = []
         self.keeps_memory = False  # whether the next draft is copied to where one that is gone was: graphs read there
-        self._spare: ServingDraft | None = None
+        self._spares: list[ServingDraft] = []
         self.load(FIRST_VERSION, weights)
 
     @property
@@ -48,19 +48,18 @@ class DraftVersions:
         self._models.append((version, model))
 
     def _made(self, weights: Mapping[str, Tensor]) -> ServingDraft:
-        if self._spare is None:
+        if not self._spares:
             own = {
                 name: w.detach().to(device=self._target[0].device, dtype=self._dtype, copy=True)
                 for name, w in weights.items()
             }
             return ServingDraft(self.config, own, *self._target)
-        self._spare.refill(weights)
-        model, self._spare = self._spare, None
-        return model
+        self._spares[-1].refill(weights)
+        return self._spares.pop()
 
     def _set_aside(self, gone: Sequence[ServingDraft]) -> None:
-        if self.keeps_memory and gone:
-            self._spare = gone[-1]
+        if self.keeps_memory:
+            self._spares += gone
 
     def of(self, version: int) -> ServingDraft:
         """The draft of an adapter version."""
