@@ -76,6 +76,10 @@ class BenchPlan:
     past_stop: bool
     cpu_clock: bool = False
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        return time.process_time if self.cpu_clock else time.perf_counter
+
 
 def bench_modes(
     recipe: Recipe, adapter: Path | None, plan: BenchPlan, out: Path, told: Callable[[Rate], None]
@@ -85,6 +89,8 @@ def bench_modes(
     model = _random_model(recipe) if plan.random_weights else load_model(recipe, ALONE)
     speculative = _speculative(recipe, model, plan)
     engines = {mode: _engine(recipe, model, plan, speculative, mode) for mode in MODES}
+    for engine in engines.values():
+        engine.runner.clock = plan.clock
     if adapter is not None:
         config, tensors = load_peft(adapter, model.config)
         for engine in engines.values():
@@ -182,10 +188,9 @@ def _ask(
         got = await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, params, strict=True)))
         return [answer.token_ids for answer in got]
 
-    clock = time.process_time if plan.cpu_clock else time.perf_counter
-    started = clock()
+    started = plan.clock()
     answers = asyncio.run(run())
-    return clock() - started, answers
+    return plan.clock() - started, answers
 
 
 def _counts(engine: EmbeddedEngine) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,6 +91,7 @@ class Runner:
         self.speculator = speculator
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.seconds: dict[str, float] = {"prefill_s": 0.0, "decode_s": 0.0}
+        self.clock: Callable[[], float] = time.perf_counter
         self.use_graphs(graphs)
         self._in_flight: InFlight | None = None
         self._sampling: tuple[tuple[Request, ...], SamplingBatch] | None = None
@@ -105,10 +106,10 @@ class Runner:
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Queue the next step and file the results of the one before (without overlap, its own); who ended."""
-        start = time.perf_counter()
+        start = self.clock()
         drafts = self.speculator is not None and self.speculator.wants(self.scheduler.decoding)
         done = self.collect() if drafts else []
-        steady, began = not self.overlap or drafts or self._in_flight is not None, time.perf_counter()
+        steady, began = not self.overlap or drafts or self._in_flight is not None, self.clock()
         num_recorded = 0 if self.graphs is None else self.graphs.num_recorded
         step = self.scheduler.plan()
         if not (step.has_work or self._in_flight or done):
@@ -122,11 +123,11 @@ class Runner:
             done += self.collect()
         steady = steady and (self.graphs is None or self.graphs.num_recorded == num_recorded)  # which takes its time
         if self.speculator is not None and steady and step.decodes and not (step.chunks or step.ready):
-            self.speculator.learn(step.decodes, settled if drafts else None, time.perf_counter() - began)
+            self.speculator.learn(step.decodes, settled if drafts else None, self.clock() - began)
         phase = "prefill_s" if step.chunks else "decode_s"
         self.counters["prefill_steps"] += bool(step.chunks)
         self.counters["decode_steps"] += bool(step.decodes)
-        self.seconds[phase] += time.perf_counter() - start
+        self.seconds[phase] += self.clock() - start
         return done
 
     # --- queueing -----------------------------------------------------------------------------------------------

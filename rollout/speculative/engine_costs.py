@@ -42,7 +42,7 @@ def measure_engine(engine: EmbeddedEngine, loads: Sequence[int] | None = None, *
         with torch.inference_mode():
             return measure_costs(
                 scratch.verify, scratch.draft, [n for n in found if n <= most], speculator.at.longest - 1,
-                repeats=repeats, tiers=_tiers(engine),
+                repeats=repeats, clock=engine.runner.clock, tiers=_tiers(engine),
             )  # fmt: skip
     finally:
         scratch.close()

@@ -17,11 +17,12 @@ from miles_k3.errors import EngineError
 from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.planner.calibration import Calibration
 from miles_k3.rollout.speculative.planner.cost import CostProfile
-from miles_k3.rollout.speculative.planner.experience import MARGIN, Load
+from miles_k3.rollout.speculative.planner.experience import MARGIN, Load, Spent
 
 # Verifying everything costs at most this much more than nothing: no sorting, no risk by a wrong confidence.
 FLAT = 0.02
 CLEARLY = 0.9  # where drafted steps have less than this of plain ones' tokens a second, it isn't chance
+FOLLOWING = 0.02  # of the time, about, is what following costs: taps, and the draft's keys and values
 WAVE = 16  # of so many loads' worth of requests that come there, one is followed all the same
 
 
@@ -87,6 +88,7 @@ class Planner:
         self.mode, self.accept, self.calibration, self.profile = mode, accept, calibration, profile
         self._loads: dict[tuple[int, int], Load] = {}
         self._expected: dict[tuple[int, int], tuple[Calibration | None, int, float]] = {}
+        self._spent = Spent()
         self._unpaid = 0  # requests that came at loads where drafting clearly doesn't pay
 
     def should_draft(self, requests: int, followed: int | None = None) -> bool:
@@ -109,18 +111,22 @@ class Planner:
     def should_follow(self, load: int) -> bool:
         """Whether the draft should follow a request that comes when so many run.
 
-        Not where drafting clearly doesn't pay, save for a small share, in a row, that tells when this changes.
+        Not where drafting clearly doesn't pay, unless it would at the lower loads that its answer lives to see; save
+        for a small share, in a row, that tells when this changes.
         """
         if self.mode is not PlanMode.TRIM or self.profile is None:
             return self.mode is not PlanMode.OFF
-        if self._gain(load, load) >= CLEARLY:
+        if self._gain(load, load) >= CLEARLY or self._spent.saved(self._gain, _about(load)) > FOLLOWING:
             return True
         self._unpaid += 1
         return self._unpaid // load % WAVE == WAVE - 1
 
     def observe(self, requests: int, followed: int, *, drafted: bool, tokens: int, seconds: float) -> None:
         """A step of decoding requests alone: what it committed, and how long it took."""
-        if self.mode is PlanMode.TRIM and self.profile is not None and followed:
+        if self.mode is not PlanMode.TRIM or self.profile is None:
+            return
+        self._spent.observe(_about(requests), seconds)
+        if followed:
             plain = float(self.profile.seconds(requests, requests))
             self._load(requests, followed).observe(drafted, tokens / requests, seconds / plain)
 
@@ -169,8 +175,12 @@ class Planner:
         return take(worth_RG, budget)
 
     def _load(self, requests: int, followed: int) -> Load:
-        """Loads within a factor of two are alike: 65 to 128, say, since whoever comes at 128 runs among fewer soon."""
-        return self._loads.setdefault(((requests - 1).bit_length(), (followed - 1).bit_length()), Load())
+        return self._loads.setdefault((_about(requests), _about(followed)), Load())
 
     def _usual(self, requests: int) -> NDArray[np.float64]:
         return np.tile(np.cumprod(self.calibration.rates()), (requests, 1))
+
+
+def _about(requests: int) -> int:
+    """Loads within a factor of two are alike: 65 to 128, say, since whoever comes at 128 runs among fewer soon."""
+    return (requests - 1).bit_length()

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 TRIALS = 4  # steps of a kind before they count as known
 RECENT = 8  # of each kind are remembered
 MARGIN = 1.05  # drafting has to be better by so much: what it costs outside of such steps isn't seen here
 RETRY = 0.01  # of the time at a load may be lost by trying again what is worse there
+LIFETIME = 4096  # steps after which what was spent before counts half
 SELDOM, OFTEN = 256, 8  # steps until something is tried again of which nothing is known, and at least
 
 
@@ -70,3 +72,26 @@ class Load:
         if due:
             self.since = 0
         return due
+
+
+@dataclass(slots=True)
+class Spent:
+    """Seconds of decoding by the logarithm of the load, the older ones counting less."""
+
+    by_load: dict[int, float] = field(default_factory=dict)
+    steps: int = 0
+
+    def observe(self, log_load: int, seconds: float) -> None:
+        self.by_load[log_load] = self.by_load.get(log_load, 0.0) + seconds
+        self.steps += 1
+        if self.steps % LIFETIME == 0:
+            self.by_load = {load: time / 2 for load, time in self.by_load.items()}
+
+    def saved(self, gain: Callable[[int, int], float], up_to: int) -> float:
+        """Share of the time at loads up to this one that drafting would have saved where it pays."""
+        times = {load: time for load, time in self.by_load.items() if load <= up_to}
+        total, less = sum(times.values()), 0.0
+        for load, time in times.items():
+            faster = gain(1 << load, 1 << load)
+            less += time * (1 - 1 / faster) if faster > MARGIN else 0.0
+        return less / total if total else 0.0

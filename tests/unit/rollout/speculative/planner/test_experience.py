@@ -80,14 +80,24 @@ def test_requests_are_followed_where_it_pays() -> None:
     planner = trimming()
     assert all(planner.should_follow(64) for _ in range(200))
     go(planner, 20, gain=1.2, requests=4)
-    go(planner, 20, gain=0.8, requests=64)
+    go(planner, 2000, gain=0.8, requests=64)
     assert planner.should_follow(4)
     found = [planner.should_follow(64) for _ in range(2 * WAVE * 64)]
     assert sum(found) == 2 * 64
     assert sum(a != b for a, b in itertools.pairwise(found)) <= 4
     assert not found[0]
-    go(planner, 1000, gain=1.5)
+    go(planner, 3000, gain=1.5)
     assert planner.should_follow(64)
+
+
+def test_they_are_followed_for_the_sake_of_a_long_tail() -> None:
+    """Half of the time at a load where drafting gains a third saves an eighth; a twentieth of it hardly anything."""
+    for tail, follows in ((400, True), (20, False)):
+        planner = trimming()
+        go(planner, 400, gain=0.5)
+        go(planner, tail, gain=4 / 3, requests=4)
+        assert planner.should_follow(64) is follows
+        assert planner.should_follow(4)
 
 
 def test_a_few_followed_among_many_say_nothing_of_all() -> None:
