@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """What the policy accepts of a draft while it is trained: a frozen draft beside one that follows it.
 
-Two runs of one recipe and seed, which differ in rollout.speculative.train alone; their policies are the same. Prints a
-table and draws docs/images/draft_cotraining.png.
+Pairs of runs of one recipe, a pair for each seed, which differ in rollout.speculative.train alone; their policies are
+the same. Prints a table and draws docs/images/draft_cotraining.png: means over the seeds, lowest and highest.
 
-    python scripts/plot_draft_cotraining.py runs/frozen runs/cotrained
+    python scripts/plot_draft_cotraining.py --frozen runs/frozen-0 runs/frozen-1 --cotrained runs/train-0 runs/train-1
 """
 
 from __future__ import annotations
@@ -17,45 +17,58 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "draft_cotraining.png"
 STRETCH = 10  # steps of a line of the table
+SMOOTH = 5  # steps of a point of the picture
+ACCEPTED, REWARD = "speculative/mean_accepted", "rollout/reward"
+FROZEN, TRAINED = "draft/frozen_expected_accepted", "draft/expected_accepted"
 
 
-def read(run: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if "speculative/mean_accepted" in row]
+def read(runs: list[Path], key: str) -> np.ndarray:
+    """[seeds, steps]"""
+    found = []
+    for run in runs:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        found.append([row[key] for row in rows if ACCEPTED in row])
+    return np.array(found)
 
 
-def mean(rows: list[dict[str, float]], key: str) -> float:
-    return sum(row[key] for row in rows) / len(rows)
+def stretched(values: np.ndarray, steps: int) -> np.ndarray:
+    """Means of so many steps each: [seeds, steps / so many]"""
+    seeds, count = values.shape
+    return values[:, : count // steps * steps].reshape(seeds, -1, steps).mean(-1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("frozen", type=Path)
-    parser.add_argument("cotrained", type=Path)
+    parser.add_argument("--frozen", type=Path, nargs="+", required=True)
+    parser.add_argument("--cotrained", type=Path, nargs="+", required=True)
     args = parser.parse_args()
-    frozen, trained = read(args.frozen), read(args.cotrained)
-    accepted = "speculative/mean_accepted"
-    print("| steps | reward | frozen: accepted | co-trained: accepted | frozen: expected | co-trained: expected |")
-    print("|---|---|---|---|---|---|")
-    for first in range(0, len(frozen), STRETCH):
-        a, b = frozen[first : first + STRETCH], trained[first : first + STRETCH]
-        print(
-            f"| {a[0]['step']}-{a[-1]['step']} | {mean(a, 'rollout/reward'):.2f} | {mean(a, accepted):.2f} | "
-            f"{mean(b, accepted):.2f} | {mean(b, 'draft/frozen_expected_accepted'):.2f} | "
-            f"{mean(b, 'draft/expected_accepted'):.2f} |"
-        )
+    columns = {
+        "reward": read(args.frozen, REWARD),
+        "frozen: accepted": read(args.frozen, ACCEPTED),
+        "co-trained: accepted": read(args.cotrained, ACCEPTED),
+        "frozen: expected": read(args.cotrained, FROZEN),
+        "co-trained: expected": read(args.cotrained, TRAINED),
+    }
+    print(f"| steps | {' | '.join(columns)} |\n|{'---|' * (1 + len(columns))}")
+    lines = [stretched(values, STRETCH) for values in columns.values()]
+    for i in range(lines[0].shape[1]):
+        cells = [f"{v[:, i].mean():.2f} ({v[:, i].min():.2f}-{v[:, i].max():.2f})" for v in lines]
+        print(f"| {i * STRETCH + 1}-{(i + 1) * STRETCH} | {' | '.join(cells)} |")
     figure, axis = plt.subplots(figsize=(7, 3.6))
-    for rows, name, color in ((frozen, "frozen", "tab:gray"), (trained, "co-trained", "tab:blue")):
-        axis.plot([r["step"] for r in rows], [r[accepted] for r in rows], color=color, label=f"{name}, counted")
-    for key, name, color in (
-        ("draft/frozen_expected_accepted", "frozen, expected", "tab:gray"),
-        ("draft/expected_accepted", "co-trained, expected", "tab:blue"),
-    ):
-        axis.plot([r["step"] for r in trained], [r[key] for r in trained], color=color, linestyle=":", label=name)
-    axis.set(xlabel="step", ylabel="drafted tokens accepted a verify")
+    styles = zip(columns.items(), (None, ("tab:gray", "-"), ("tab:blue", "-"), ("tab:gray", ":"), ("tab:blue", ":")),
+                 strict=True)  # fmt: skip
+    for (name, values), style in styles:
+        if style is None:
+            continue
+        points = stretched(values, SMOOTH)
+        steps = np.arange(points.shape[1]) * SMOOTH + (SMOOTH + 1) / 2
+        axis.plot(steps, points.mean(0), color=style[0], linestyle=style[1], label=name)
+        axis.fill_between(steps, points.min(0), points.max(0), color=style[0], alpha=0.15)
+    axis.set(xlabel=f"step, means of {SMOOTH}", ylabel="drafted tokens accepted a verify")
     axis.set_ylim(bottom=0)
     axis.legend(fontsize=8)
     figure.tight_layout()
