@@ -89,6 +89,7 @@ class Planner:
         self._loads: dict[tuple[int, int], Load] = {}
         self._expected: dict[tuple[int, int], tuple[Calibration | None, int, float]] = {}
         self._spent = Spent()
+        self._worth_following: dict[int, bool] = {}  # by load, until more is known: hundreds may come at once
         self._unpaid = 0  # requests that came at loads where drafting clearly doesn't pay
 
     def should_draft(self, requests: int, followed: int | None = None) -> bool:
@@ -116,7 +117,10 @@ class Planner:
         """
         if self.mode is not PlanMode.TRIM or self.profile is None:
             return self.mode is not PlanMode.OFF
-        if self._gain(load, load) >= CLEARLY or self._spent.saved(self._gain, _about(load)) > FOLLOWING:
+        if load not in self._worth_following:
+            pays = self._gain(load, load) >= CLEARLY
+            self._worth_following[load] = pays or self._spent.saved(self._gain, _about(load)) > FOLLOWING
+        if self._worth_following[load]:
             return True
         self._unpaid += 1
         return self._unpaid // load % WAVE == WAVE - 1
@@ -125,6 +129,7 @@ class Planner:
         """A step of decoding requests alone: what it committed, and how long it took."""
         if self.mode is not PlanMode.TRIM or self.profile is None:
             return
+        self._worth_following.clear()
         self._spent.observe(_about(requests), seconds)
         if followed:
             plain = float(self.profile.seconds(requests, requests))
