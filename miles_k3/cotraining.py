@@ -9,22 +9,25 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
 from miles_k3.config_speculative import SpeculativeSection
-from miles_k3.errors import LaunchError
+from miles_k3.errors import EngineError, LaunchError
 from miles_k3.files import remove_tree
+from miles_k3.k3.params import LM_HEAD, TEXT
+from miles_k3.k3.weights import ResidentBase
 from miles_k3.protocols import Engine
+from miles_k3.ray.remote_engine import RemoteEngine
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.speculative.blocks import Example, make_blocks
 from miles_k3.rollout.speculative.draft import DraftModel
 from miles_k3.rollout.speculative.draft_io import read_draft, write_draft
 from miles_k3.rollout.speculative.draft_loss import LossWeights, draft_loss
 from miles_k3.rollout.speculative.draft_train import STATE, DraftTrainer, DraftTraining
-from miles_k3.rollout.speculative.state_keeper import StateKeeper, on_host
+from miles_k3.rollout.speculative.target_states import TargetStates
 from miles_k3.world import World
 
 FOREVER = 10**9  # steps, so that the rate stays at its peak
@@ -35,48 +38,52 @@ MEASURED = 128  # examples on which the drafts are compared before they are trai
 class DraftFollower:
     """Owns the draft's fp32 weights and their optimizer; `frozen` is what it began with, for comparison."""
 
-    def __init__(self, section: SpeculativeSection, engine: EmbeddedEngine, world: World, seed: int) -> None:
+    def __init__(
+        self, section: SpeculativeSection, engine: EmbeddedEngine | RemoteEngine, base: ResidentBase, world: World,
+        seed: int,
+    ) -> None:  # fmt: skip
         assert section.draft is not None
-        target = engine.runner.model.weights
-        config, weights = read_draft(section.draft, engine.config, torch.float32)
-        weights = {name: w.to(target.embed.device) for name, w in weights.items()}
-        self.section, self.world, self._engine = section, world, engine
+        embed, head = (base[name].detach() for name in (TEXT + "embed_tokens.weight", LM_HEAD))
+        config, weights = read_draft(section.draft, base.config, torch.float32)
+        weights = {name: w.to(embed.device) for name, w in weights.items()}
+        self.section, self.world, self._engine, self._device = section, world, engine, embed.device
         self.trainer = DraftTrainer(
-            config, weights, target.embed, target.head,
-            DraftTraining(steps=FOREVER, seed=seed, lr=section.train_lr),
-        )  # fmt: skip
-        self._frozen = DraftModel(config, weights, target.embed.detach(), target.head.detach())
+            config, weights, embed, head, DraftTraining(steps=FOREVER, seed=seed, lr=section.train_lr)
+        )
+        self._frozen = DraftModel(config, weights, embed, head)
         self._examples: list[Example] = []
 
     @classmethod
-    def of(cls, section: SpeculativeSection, engine: Engine, world: World, seed: int) -> DraftFollower | None:
-        """None where the recipe doesn't ask for it. Raises LaunchError for an engine in another process."""
+    def of(
+        cls, section: SpeculativeSection, engine: Engine, base: ResidentBase | None, world: World, seed: int
+    ) -> DraftFollower | None:
+        """None where the recipe doesn't ask for it; `base` is the policy's. Raises LaunchError for an engine whose
+        hidden states don't come back."""
         if section.mode == "off" or not section.train:
             return None
-        if not isinstance(engine, EmbeddedEngine):
+        if not isinstance(engine, EmbeddedEngine | RemoteEngine) or base is None:
             raise LaunchError(
-                "rollout.speculative.train is true, but the engine is in another process, whose hidden states don't "
-                "come back; set it to false, or start with miles-k3 train"
+                f"rollout.speculative.train is true, but the hidden states of a {type(engine).__name__} don't come "
+                "back; set it to false, or rollout.engine to embedded"
             )
-        return cls(section, engine, world, seed)
+        return cls(section, engine, base, world, seed)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Around the rollouts that are learned from."""
-        speculator = self._engine.speculator
-        assert speculator is not None
-        keeper = speculator.keeper = StateKeeper(self.section.train_tokens)
+        self._engine.listen(self.section.train_tokens)
         try:
             yield
-        finally:
-            speculator.keeper = None
-        self._examples = keeper.examples
+        except BaseException:
+            with suppress(EngineError):  # it may be what failed
+                self._engine.heard()
+            raise
+        self._examples = self._engine.heard()
 
     def step(self, version: int) -> Mapping[str, float]:
         """Train on what was heard, and draft with the result from adapter `version` on. Collective."""
-        found = self.world.gather([on_host(e) for e in self._examples])
-        device = self._engine.pool.device
-        examples = [_moved(e, device) for part in found for e in part]
+        found = self.world.gather(self._examples)
+        examples = [_moved(e, self._device) for part in found for e in part]
         self._examples = []
         numbers = {"draft/examples": float(len(examples))}
         if examples:
@@ -118,12 +125,9 @@ class DraftFollower:
 
 
 def _moved(example: Example, device: torch.device) -> Example:
-    if device.type == "cpu":
-        return example
-    states = dataclasses.replace(
-        example.states, taps_TW=example.states.taps_TW.to(device), final_TH=example.states.final_TH.to(device)
-    )
-    return dataclasses.replace(example, states=states)
+    """In fp32, as the draft is trained."""
+    taps_TW, final_TH = (t.to(device, torch.float32) for t in (example.states.taps_TW, example.states.final_TH))
+    return dataclasses.replace(example, states=TargetStates(taps_TW=taps_TW, final_TH=final_TH))
 
 
 class SpeculationMeter:

@@ -114,7 +114,9 @@ class Ring:
         self.trainer: Trainer = parts.trainer
         canary = make_canary(recipe, parts.task, parts.model.tokenizer, parts.model.config.eos_token_id)
         self.sync = AdapterSync(recipe, canary, parts.trainer, parts.engine, parts.world)
-        self.follower = DraftFollower.of(recipe.rollout.speculative, parts.engine, parts.world, recipe.run.seed)
+        self.follower = DraftFollower.of(
+            recipe.rollout.speculative, parts.engine, parts.model.base, parts.world, recipe.run.seed
+        )
         self.saver = Saver(
             run, parts.trainer, parts.task, keep=recipe.run.keep_checkpoints, follower=self.follower
         )  # fmt: skip

@@ -28,6 +28,7 @@ from miles_k3.types import AdapterUpdate, Completion, SamplingParams
 if TYPE_CHECKING:
     from miles_k3.loop import RunResult
     from miles_k3.protocols import Engine, OnTokens
+    from miles_k3.rollout.embedded.engine import EmbeddedEngine
     from miles_k3.world import World
 
 log = logging.getLogger(__name__)
@@ -183,6 +184,22 @@ class EngineActor:
         update = await asyncio.to_thread(fetch, address, source=source)
         self._engine.load_adapter(update)
         return self._engine.adapter_version
+
+    async def listen(self, num_tokens: int) -> None:
+        self._drafting.listen(num_tokens)
+
+    async def heard(self) -> list[Any]:
+        return self._drafting.heard()
+
+    async def load_draft(self, weights: dict[str, Any], version: int) -> None:
+        self._drafting.load_draft(weights, version)
+
+    @property
+    def _drafting(self) -> EmbeddedEngine:
+        from miles_k3.rollout.embedded.engine import EmbeddedEngine
+
+        assert isinstance(self._engine, EmbeddedEngine), "recipes with other engines don't draft"
+        return self._engine
 
     async def sleep(self) -> None:
         self._engine.sleep()

@@ -21,6 +21,8 @@ from miles_k3.types import AdapterUpdate, Completion, FinishReason, SamplingPara
 if TYPE_CHECKING:
     import torch
 
+    from miles_k3.rollout.speculative.blocks import Example
+
 log = logging.getLogger(__name__)
 BASE_VERSION = -1
 
@@ -72,7 +74,9 @@ class RemoteEngine:
         self.name = name
         self._start, self._restarts, self._timeout_s = start, restarts, timeout_s
         self._lock = threading.Lock()  # held while a process is replaced
-        self._newest: AdapterUpdate | None = None  # on the host, for the next process
+        self._newest: AdapterUpdate | None = None  # on the host, for the next process, as all that follows
+        self._draft: tuple[dict[str, torch.Tensor], int] | None = None
+        self._listening: int | None = None
         self._version = BASE_VERSION
         self._running: set[str] = set()
         self._aborted: set[str] = set()
@@ -175,6 +179,23 @@ class RemoteEngine:
                 self._replace(process, gone)
         self._newest, self._ended_since = _on_host(update), 0
 
+    # --- a draft that is trained elsewhere --------------------------------------------------------------------------
+    def listen(self, num_tokens: int) -> None:
+        """Like EmbeddedEngine.listen. What was heard by a process that ends is lost; the next one goes on listening."""
+        self._listening = num_tokens
+        self._call("listen", num_tokens)
+
+    def heard(self) -> list[Example]:
+        """The end of `listen`."""
+        found = self._call("heard")
+        self._listening = None
+        return found
+
+    def load_draft(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Like EmbeddedEngine.load_draft. The draft is kept, on the host, until the next one."""
+        self._draft = {name: tensor.detach().cpu() for name, tensor in weights.items()}, version
+        self._call("load_draft", *self._draft)
+
     def sleep(self) -> None:
         self._call("sleep")
         self._asleep = True
@@ -243,6 +264,10 @@ class RemoteEngine:
         process.call("start")
         if self._newest is not None:
             process.load(self._newest)
+        if self._draft is not None:
+            process.call("load_draft", *self._draft)
+        if self._listening is not None:
+            process.call("listen", self._listening)
         if self._asleep:
             process.call("sleep")
 

@@ -22,6 +22,8 @@ from miles_k3.rollout.embedded.request import Request, Stage, judge_params, judg
 from miles_k3.rollout.embedded.serving_parts import Serving
 from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.rollout.embedded.text import Detokenizer, StopText
+from miles_k3.rollout.speculative.blocks import Example
+from miles_k3.rollout.speculative.state_keeper import StateKeeper, on_host
 from miles_k3.types import AdapterConfig, AdapterUpdate, Completion, FinishReason, SamplingParams
 
 
@@ -298,6 +300,22 @@ class EmbeddedEngine:
             raise EngineError("load_draft on an engine that doesn't speculate; set rollout.speculative.mode")
         self.speculator.drafts.load(version, weights)
         self._forget_dead()
+
+    def listen(self, num_tokens: int) -> None:
+        """Keep the hidden states of requests that begin from now on, of at most so many tokens, until `heard`.
+
+        Raises EngineError without speculation.
+        """
+        if self.speculator is None:
+            raise EngineError("listen on an engine that doesn't speculate; set rollout.speculative.mode")
+        self.speculator.keeper = StateKeeper(num_tokens)
+
+    def heard(self) -> list[Example]:
+        """The end of `listen`: whole answers that a draft can learn from, on the host."""
+        if self.speculator is None or self.speculator.keeper is None:
+            return []
+        keeper, self.speculator.keeper = self.speculator.keeper, None
+        return [on_host(example) for example in keeper.examples]
 
     def _forget_dead(self, *, all_of_them: bool = False) -> None:
         """Nobody can ask for the prefixes, nor the draft, of a version that has gone."""

@@ -29,8 +29,8 @@ class EngineModel:
     on_kernels = False
 
     def __init__(self, base: ResidentBase) -> None:
+        self.base, self.weights = base, model_weights(base)
         c = self.config = base.config
-        self.weights = model_weights(base)
         kda, mla = {l: n for n, l in enumerate(c.kda_layers)}, {l: n for n, l in enumerate(c.mla_layers)}
         self.attentions: list[KdaLayer | MlaLayer] = []
         for layer, w in enumerate(self.weights.layers):

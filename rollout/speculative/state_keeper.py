@@ -95,8 +95,6 @@ class StateKeeper:
 
 
 def on_host(example: Example) -> Example:
-    """A copy that can be sent to other ranks."""
-    states = TargetStates(
-        taps_TW=example.states.taps_TW.float().cpu(), final_TH=example.states.final_TH.float().cpu()
-    )  # fmt: skip
+    """One that can be sent to other processes."""
+    states = TargetStates(taps_TW=example.states.taps_TW.cpu(), final_TH=example.states.final_TH.cpu())
     return replace(example, states=states)

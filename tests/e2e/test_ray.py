@@ -149,6 +149,25 @@ def test_an_engine_that_is_killed_in_a_step_costs_nothing(tmp_path: Path, cluste
     assert_same_run(read_results(folder), read_results(tmp_path / "alone"))
 
 
+def test_a_draft_is_trained_on_what_engines_elsewhere_computed(tmp_path: Path, cluster: str) -> None:
+    """Two engines, each in its own process: the draft, what it learns from and what is accepted are those of a run in
+    one process."""
+    draft = Path(__file__).resolve().parents[2] / "assets" / "tiny-k3-draft"
+    trains = ("rollout.speculative.mode=verify_all", f"rollout.speculative.draft={draft}",
+              "rollout.speculative.train=true")  # fmt: skip
+    train_here(tmp_path / "alone", *RUN, *trains)
+    finish(launch(tmp_path / "cluster", *on(cluster), *trains))
+    found, wanted = read_results(tmp_path / "cluster"), read_results(tmp_path / "alone")
+    for line, other in zip(found[1:], wanted[1:], strict=True):
+        assert line["draft/examples"] == other["draft/examples"] > 0
+        assert line["rollout/reward"] == other["rollout/reward"]
+        assert line["draft/version"] == other["draft/version"]
+        assert line["draft/expected_accepted"] == pytest.approx(other["draft/expected_accepted"], rel=0.05)
+        assert line["draft/loss"] == pytest.approx(other["draft/loss"], rel=0.1)
+    assert found[-1]["draft/expected_accepted"] != found[-1]["draft/frozen_expected_accepted"]
+    assert (tmp_path / "cluster" / "tiny-cpu" / "draft" / "config.json").is_file()
+
+
 def test_tokens_are_told_as_they_are_sampled_also_when_the_engine_is_killed(cluster: str) -> None:
     script = Path(__file__).parents[1] / "helpers" / "ray_streams.py"
     _started.append(start([sys.executable, str(script), cluster], **ENV))

@@ -26,6 +26,7 @@ class Process:
     def __init__(self, ends_in: Callable[[str], bool] = lambda verb: False) -> None:
         self.ends_in, self.verbs = ends_in, []
         self.alive, self.version, self.asleep = True, -1, False
+        self.given: dict[str, tuple[Any, ...]] = {}
         self.under_way: dict[str, asyncio.Future] = {}
         self.hearers: dict[str, OnTokens] = {}
         self.hangs = self.deaf = False  # answers nothing; hears of no abort
@@ -39,10 +40,11 @@ class Process:
 
     def call(self, verb: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         self._judge(verb)
+        self.given[verb] = arguments
         if self.hangs and timeout_s is not None:
             raise TimeoutError
         self.asleep = {"sleep": True, "wake": False}.get(verb, self.asleep)
-        return {"stats": {"running": 0.0}, "score": [torch.zeros(2)]}.get(verb)
+        return {"stats": {"running": 0.0}, "score": [torch.zeros(2)], "heard": ["heard"]}.get(verb)
 
     async def acall(self, verb: str, *arguments: Any) -> Any:
         self._judge(verb)

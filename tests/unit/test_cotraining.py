@@ -72,7 +72,7 @@ def follower_of(engine: EmbeddedEngine, folder: Path) -> DraftFollower:
     if not folder.exists():
         write_draft(folder, drafts.config, drafts.of(-1).weights)
     section = SpeculativeSection(mode="verify_all", draft=str(folder), train=True, train_steps=3)
-    found = DraftFollower.of(section, engine, ALONE, seed=0)
+    found = DraftFollower.of(section, engine, engine.runner.model.base, ALONE, seed=0)
     assert found is not None
     return found
 
@@ -126,11 +126,15 @@ def test_a_checkpoint_brings_everything_back(tmp_path: Path) -> None:
 
 def test_engines_that_can_not_be_followed(tmp_path: Path) -> None:
     section = SpeculativeSection(mode="verify_all", draft="x", train=True)
-    with pytest.raises(LaunchError, match="the engine is in another process"):
-        DraftFollower.of(section, object(), ALONE, 0)  # type: ignore[arg-type]
-    assert DraftFollower.of(SpeculativeSection(), object(), ALONE, 0) is None  # type: ignore[arg-type]
+    engine = make_engine()
+    with pytest.raises(LaunchError, match="the hidden states of a object don't come back"):
+        DraftFollower.of(section, object(), engine.runner.model.base, ALONE, 0)  # type: ignore[arg-type]
+    assert DraftFollower.of(SpeculativeSection(), object(), None, ALONE, 0) is None  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="doesn't speculate"):
-        make_engine().load_draft({}, 0)
+        engine.load_draft({}, 0)
+    with pytest.raises(EngineError, match="doesn't speculate"):
+        engine.listen(10)
+    assert engine.heard() == []
 
 
 def test_a_steps_acceptance_is_measured() -> None:

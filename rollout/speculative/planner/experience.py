@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 TRIALS = 4  # steps of a kind before they count as known
 RECENT = 8  # of each kind are remembered
-MARGIN = 1.05  # drafting has to be better by so much: what it costs outside of such steps isn't seen here
+MARGIN = 1.1  # drafting has to be better by so much: chance, and what it costs outside of such steps
 RETRY = 0.01  # of the time at a load may be lost by trying again what is worse there
 LIFETIME = 4096  # steps after which what was spent before counts half
 SELDOM, OFTEN = 256, 8  # steps until something is tried again of which nothing is known, and at least

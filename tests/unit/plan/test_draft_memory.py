@@ -100,7 +100,7 @@ def test_a_draft_that_is_trained(dtype: str) -> None:
         await asyncio.gather(*(engine.generate(p, params) for p in prompts))
 
     with allocations() as followed:
-        follower = DraftFollower.of(recipe.rollout.speculative, engine, ALONE, seed=0)
+        follower = DraftFollower.of(recipe.rollout.speculative, engine, engine.runner.model.base, ALONE, seed=0)
     assert follower is not None
     with allocations() as heard, follower.listening():
         asyncio.run(roll())

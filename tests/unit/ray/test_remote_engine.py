@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+import torch
 from helpers.engine_processes import Process, engine_over, new_update, until
 
 from miles_k3.adapters.transport import publish
@@ -197,3 +198,22 @@ def test_a_closed_engine_says_so() -> None:
     engine.close()
     with pytest.raises(EngineError, match="engine 0 is closed"):
         engine.score([[1, 2]])
+
+
+def test_the_next_process_drafts_as_the_last_did_and_goes_on_listening() -> None:
+    """Weights are on the host and ordinary tensors; what a process heard ends with it."""
+    first, second, third = Process(), Process(), Process()
+    engine = engine_over(first, second, third)
+    engine.load_adapter(new_update(0))
+    weights = {"fc.weight": torch.ones(2, requires_grad=True)}
+    engine.load_draft(weights, 1)
+    engine.listen(100)
+    assert first.given["load_draft"][1] == 1
+    assert not first.given["load_draft"][0]["fc.weight"].requires_grad
+    first.end()
+    assert engine.heard() == ["heard"]
+    assert second.verbs == ["start", "load", "load_draft", "listen", "heard"]
+    assert (second.given["load_draft"], second.given["listen"]) == (first.given["load_draft"], (100,))
+    second.end()
+    engine.score([[1, 2]])
+    assert third.verbs == ["start", "load", "load_draft", "score"]
