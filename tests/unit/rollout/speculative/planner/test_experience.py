@@ -61,6 +61,15 @@ def test_one_step_that_was_held_up_says_nothing() -> None:
     assert steps.rate == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("unfollowed", [0, 100])
+def test_steps_that_follow_nobody_bring_the_next_trial_nearer(unfollowed: int) -> None:
+    planner = trimming()
+    go(planner, 2 * TRIALS, gain=0.8)
+    for _ in range(unfollowed):
+        assert not planner.should_draft(64, 0)
+    assert planner.should_draft(64) is (unfollowed > 0)
+
+
 def test_what_hardly_gains_is_not_drafted_but_followed() -> None:
     planner = trimming()
     assert len(go(planner, 400, gain=1.02)) < 60
@@ -107,10 +116,6 @@ def test_a_few_followed_among_many_say_nothing_of_all() -> None:
     assert planner.should_draft(64)
     assert not planner.should_draft(64, 0)
     assert not planner.should_draft(64, 3)
-    for _ in range(100):  # steps that follow nobody count for those that do
-        planner.should_draft(64, 0)
-    go(planner, 2 * TRIALS, gain=0.8)
-    assert go(planner, 40, gain=0.8)
 
 
 @pytest.mark.parametrize("mode", [PlanMode.OFF, PlanMode.VERIFY_ALL])
