@@ -3,7 +3,8 @@
 Before a verify the states and windows of its requests are copied. After its commit the tokens that were kept are
 decoded from the copies by decode's own operations, one by one and each request alone, with the inputs that verify
 recorded of the layer. What these inputs are worth, a whole forward, is not judged here: its products round by their
-number of rows, and are held against plain decoding by tokens and log-probabilities.
+number of rows, and are held against plain decoding by tokens and log-probabilities. On kernels, whose decode takes
+inputs that verify doesn't keep, a step is a fold of one position; that this is decode is a test of the kernels' own.
 
 Shapes: L KDA layers, B requests, N heads, K and V channels, W convolution width, D three times the KDA width.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from miles_k3.k3.ops.decode import kda_step_, short_conv_step_
+from miles_k3.rollout.cache.device import put
 from miles_k3.rollout.cache.memory import BlockPool
 from miles_k3.rollout.speculative.replay import ReplayBuffer
 
@@ -47,6 +49,9 @@ class CommitAudit:
         for b, (row, count) in enumerate(zip(rows, kept, strict=True)):
             state, window = states_LBNKV[:, b : b + 1], windows_LBWD[:, b : b + 1]
             for t in range(firsts[b], firsts[b] + count):
+                if replay.on_kernels:
+                    replay.fold_rows_(state, window, *(put([n], pool.device) for n in (0, t, 1)))
+                    continue
                 for layer, weight in enumerate(self.weights):
                     self._decode(replay, layer, t, weight, state[layer], window[layer])
             same = _same(pool.states[:, row], state[:, 0]) and _same(pool.windows[:, row], window[:, 0])

@@ -37,6 +37,7 @@ def test_recorded_speculation_is_that_of_launched_kernels() -> None:
         assert found[name]["tokens"] == found[name]["routes"] == 0, found
         assert found[name]["logprobs"] < 1e-4, found
     assert found["held"] < 1e-4, found
+    assert found["wrong states"] == 0, found
     assert not found["counts differ"], found
     assert found["accepted"] > 5, found
     assert found["graphs"] > 2, found

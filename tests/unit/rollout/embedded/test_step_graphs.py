@@ -16,6 +16,7 @@ import torch
 from helpers import speculating
 from helpers.drafts import small_config, telling_weights
 from helpers.engines import adapter_update, ask, make_engine, poison_before_steps
+from helpers.fused_graphs import FIFTY, fifty_steps, short_draft
 from helpers.mutants import mutate
 from helpers.no_sync import NoSync, apart
 from helpers.padded import recording, replays
@@ -219,6 +220,16 @@ async def _through_swap(engine: EmbeddedEngine, version: int, weights: dict[str,
     return await asyncio.gather(
         *tasks, *(engine.generate(p, s) for p, s in zip(PROMPTS[7:9], PARAMS[7:9], strict=True))
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trim", [False, True])
+def test_fifty_steps_need_nothing_new(trim: bool) -> None:
+    """An adapter and a draft come in between."""
+    engine = recording(make_engine(speculative=short_draft(), **FIFTY))
+    found = fifty_steps(engine, adapter_update, trim=trim)
+    assert found == {"graphs": 0, "kernels": 0, "bytes": 0, "verifies": 50}
+    assert replays(engine)["others"] == 0
 
 
 @pytest.mark.slow
