@@ -180,7 +180,7 @@ class Planner:
         return take(worth_RG, budget)
 
     def _load(self, requests: int, followed: int) -> Load:
-        return self._loads.setdefault((_about(requests), _about(followed)), Load())
+        return self._loads.setdefault((_about(requests), _about(followed)), Load.of(followed))
 
     def _usual(self, requests: int) -> NDArray[np.float64]:
         return np.tile(np.cumprod(self.calibration.rates()), (requests, 1))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 TRIALS = 4  # steps of a kind before they count as known
 RECENT = 8  # of each kind are remembered
+BLOCKS = 32, 128  # drafted blocks, at least, for the same: a few requests may be easy or hard to draft
 MARGIN = 1.1  # drafting has to be better by so much: chance, and what it costs outside of such steps
 RETRY = 0.01  # of the time at a load may be lost by trying again what is worse there
 LIFETIME = 4096  # steps after which what was spent before counts half
@@ -23,8 +24,13 @@ SELDOM, OFTEN = 256, 8  # steps until something is tried again of which nothing 
 class Steps:
     """The last steps of one kind: tokens, and seconds, both beside what a plain step of the profile has."""
 
-    tokens: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    trials: int = TRIALS
+    recent: int = RECENT
+    tokens: deque[float] = field(init=False)
+    times: deque[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens, self.times = deque(maxlen=self.recent), deque(maxlen=self.recent)
 
     def observe(self, tokens: float, seconds: float) -> None:
         self.tokens.append(tokens)
@@ -32,7 +38,7 @@ class Steps:
 
     @property
     def known(self) -> bool:
-        return len(self.tokens) >= TRIALS
+        return len(self.tokens) >= self.trials
 
     @property
     def seconds(self) -> float:
@@ -49,9 +55,15 @@ class Steps:
 class Load:
     """Steps of about so many requests, of which about so many are followed."""
 
+    drafted: Steps
     plain: Steps = field(default_factory=Steps)
-    drafted: Steps = field(default_factory=Steps)
     since: int = 0  # steps since the last trial of the worse kind
+
+    @classmethod
+    def of(cls, followed: int) -> Load:
+        """Blocks are as many as requests are followed."""
+        least, most = BLOCKS
+        return cls(drafted=Steps(trials=max(TRIALS, least // followed), recent=max(RECENT, most // followed)))
 
     def observe(self, drafted: bool, tokens: float, seconds: float) -> None:
         (self.drafted if drafted else self.plain).observe(tokens, seconds)

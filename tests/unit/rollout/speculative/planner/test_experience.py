@@ -13,7 +13,7 @@ from miles_k3.rollout.speculative.planner.choice import WAVE, PlanMode, Planner
 from miles_k3.rollout.speculative.planner.cost import CostProfile
 from miles_k3.rollout.speculative.planner.experience import SELDOM, TRIALS, Steps
 
-PROFILE = CostProfile.of([(4, 4, 1.0), (4, 32, 1.5), (64, 64, 1.0), (64, 512, 1.5)], {4: 0.2, 64: 0.2})
+PROFILE = CostProfile.of([(8, 8, 1.0), (8, 64, 1.5), (64, 64, 1.0), (64, 512, 1.5)], {8: 0.2, 64: 0.2})
 
 
 def trimming(mode: PlanMode = PlanMode.TRIM) -> Planner:
@@ -40,7 +40,7 @@ def test_the_clock_overrules_what_was_expected() -> None:
     drafting = go(planner, 400, gain=0.8)
     assert drafting[:TRIALS] == list(range(TRIALS))
     assert np.diff(drafting[TRIALS:]).tolist() == [pytest.approx((1.5 - 1.2) / 0.01, abs=1)] * (len(drafting) - 5)
-    plain = set(range(400)) - set(go(planner, 400, gain=4 / 3, requests=4))  # of another load nothing is known yet
+    plain = set(range(400)) - set(go(planner, 400, gain=4 / 3, requests=8))  # of another load nothing is known yet
     assert sorted(plain)[:TRIALS] == list(range(TRIALS, 2 * TRIALS))
     assert np.diff(sorted(plain)[TRIALS:]).tolist() == [pytest.approx((1 - 3 / 4) / (0.01 * 1.5), abs=1)] * (
         len(plain) - 5
@@ -59,6 +59,18 @@ def test_one_step_that_was_held_up_says_nothing() -> None:
     for seconds in (1.0, 1.1, 0.9, 50.0, 1.0):
         steps.observe(2.0, seconds)
     assert steps.rate == pytest.approx(2.0)
+
+
+def test_one_answer_says_little() -> None:
+    """A request alone drafts 32 blocks before anything is believed, and 128 are remembered."""
+    planner = trimming()
+    assert go(planner, 40, gain=0.5, requests=1) == list(range(32))
+    assert not planner.should_follow(1)
+    planner = trimming()
+    go(planner, 400, gain=2, requests=1)
+    go(planner, 20, gain=0.5, requests=1)  # one that is hard to draft
+    assert planner.should_follow(1)
+    assert planner.should_draft(1)
 
 
 @pytest.mark.parametrize("unfollowed", [0, 100])
@@ -88,9 +100,9 @@ def test_requests_are_followed_where_it_pays() -> None:
     """Before anything is known; where drafting pays; elsewhere a share, as many in a row as run there."""
     planner = trimming()
     assert all(planner.should_follow(64) for _ in range(200))
-    go(planner, 20, gain=1.2, requests=4)
+    go(planner, 20, gain=1.2, requests=8)
     go(planner, 2000, gain=0.8, requests=64)
-    assert planner.should_follow(4)
+    assert planner.should_follow(8)
     found = [planner.should_follow(64) for _ in range(2 * WAVE * 64)]
     assert sum(found) == 2 * 64
     assert sum(a != b for a, b in itertools.pairwise(found)) <= 4
@@ -104,9 +116,9 @@ def test_they_are_followed_for_the_sake_of_a_long_tail() -> None:
     for tail, follows in ((400, True), (20, False)):
         planner = trimming()
         go(planner, 400, gain=0.5)
-        go(planner, tail, gain=4 / 3, requests=4)
+        go(planner, tail, gain=4 / 3, requests=8)
         assert planner.should_follow(64) is follows
-        assert planner.should_follow(4)
+        assert planner.should_follow(8)
 
 
 def test_a_few_followed_among_many_say_nothing_of_all() -> None:
