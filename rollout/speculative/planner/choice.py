@@ -102,7 +102,8 @@ class Planner:
         if self.mode is not PlanMode.TRIM or self.profile is None:
             return self.mode is not PlanMode.OFF and followed > 0
         if not followed:
-            self._load(requests, requests).since += 1
+            if requests:
+                self._load(requests, requests).since += 1
             return False
         load = self._load(requests, followed)
         if load.drafted.known and not load.plain.known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from helpers.engines import ask, make_engine, tokens_of
 from helpers.mutants import mutate
-from helpers.speculating import ALL, PARAMS, PROMPTS, assert_same, check_pages, speculating_engine
+from helpers.speculating import ALL, PARAMS, PROMPTS, assert_same, book_of, check_pages, speculating_engine
 
 from miles_k3.errors import EngineError
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
@@ -17,6 +18,8 @@ from miles_k3.rollout.embedded.prefix import Prefixes
 from miles_k3.rollout.embedded.scheduler import Scheduler
 from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.rollout.embedded.taps import Taps
+from miles_k3.rollout.speculative.planner.choice import PlanMode
+from miles_k3.rollout.speculative.planner.cost import CostProfile
 from miles_k3.rollout.speculative.serving_draft import ServingDraft
 from miles_k3.types import SamplingParams
 
@@ -79,6 +82,26 @@ def test_a_step_that_follows_nobody_taps_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Taps, "empty", None)
     assert_same(engine, ask(engine, PROMPTS, PARAMS), expected)
     assert engine.stats()["verify_steps"] == 0
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_trim_finds_out_whom_to_follow(gains: bool) -> None:
+    """By a clock that says what blocks are worth: all answers are plain decoding's, whoever was followed."""
+    expected = ask(make_engine(top_k=ALL), PROMPTS, PARAMS)
+    profile = CostProfile.of([(1, 1, 1.0), (1, 6, 1.5)], {1: 0.1})
+    engine = speculating_engine(
+        book_of(PROMPTS, PARAMS, expected), every=6, top_k=ALL, how={"mode": PlanMode.TRIM, "profile": profile}
+    )
+    assert engine.speculator is not None
+    ticks, counters = itertools.count(), engine.speculator.counters
+    engine.runner.clock = lambda: next(ticks) + (0 if gains else 1000 * counters["verify_steps"])
+    drafted = []
+    for _ in range(4):
+        before = counters["drafted_tokens"]
+        assert_same(engine, ask(engine, PROMPTS, PARAMS), expected)
+        drafted.append(counters["drafted_tokens"] - before)
+    few, many = 0.2 * drafted[0], 0.5 * drafted[0]  # where one or two are left it takes more blocks to know
+    assert drafted[-1] > many if gains else drafted[-1] < few
 
 
 def test_twins_go_their_leaders_way() -> None:

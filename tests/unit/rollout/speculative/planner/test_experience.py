@@ -128,6 +128,7 @@ def test_a_few_followed_among_many_say_nothing_of_all() -> None:
     assert planner.should_draft(64)
     assert not planner.should_draft(64, 0)
     assert not planner.should_draft(64, 3)
+    assert not planner.should_draft(0)
 
 
 @pytest.mark.parametrize("mode", [PlanMode.OFF, PlanMode.VERIFY_ALL])
