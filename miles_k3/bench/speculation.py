@@ -64,7 +64,8 @@ class Rate:
 class BenchPlan:
     """`known`: pretend that the draft proposes what the policy says with this chance at each token, whatever it drafts;
     None takes its own tokens. `random_draft`: weights of no use and the shapes of a real one, for costs. `cpu_clock`:
-    seconds of the process instead of the wall's, for an engine on a CPU that others use too."""
+    seconds of the process instead of the wall's, for an engine on a CPU that others use too. `learning`: rounds at each
+    batch that don't count, for `trim` finds out what pays there."""
 
     batches: Sequence[int]
     new_tokens: int
@@ -75,6 +76,7 @@ class BenchPlan:
     temperature: float
     past_stop: bool
     cpu_clock: bool = False
+    learning: int = 0
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -127,6 +129,8 @@ def markdown(rates: Sequence[Rate]) -> str:
 # --- measuring ------------------------------------------------------------------------------------------------------
 def _rates(engines: dict[PlanMode, EmbeddedEngine], prompts: Sequence[Sequence[int]], plan: BenchPlan) -> list[Rate]:
     _warm_up(engines, prompts, plan)
+    for turn in range(plan.rounds, plan.rounds + plan.learning):
+        _round(engines, prompts, plan, turn)
     before = {mode: _counts(engine) for mode, engine in engines.items()}
     rounds = [_round(engines, prompts, plan, turn) for turn in range(plan.rounds)]
     rates = []

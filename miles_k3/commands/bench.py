@@ -145,6 +145,7 @@ def bench_speculative(
     random_weights: Annotated[bool, typer.Option("--random-weights", help="The recipe's shapes only.")] = False,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 1.0,
     past_stop: Annotated[bool, typer.Option("--past-stop", help="Answers go on behind their end to --tokens.")] = False,
+    learning: Annotated[int, typer.Option("--learning", min=0, help="Rounds before, that trim learns from.")] = 0,
     cpu_clock: Annotated[bool, typer.Option("--cpu-clock", help="Seconds of this process, not the wall's.")] = False,
     out: Out = Path("runs/bench"),
 ) -> None:
@@ -155,6 +156,7 @@ def bench_speculative(
     plan = BenchPlan(
         batches=batch or (1, 8, 64, 256), new_tokens=tokens, rounds=rounds, known=known, random_draft=random_draft,
         random_weights=random_weights, temperature=temperature, past_stop=past_stop, cpu_clock=cpu_clock,
+        learning=learning,
     )  # fmt: skip
     exported = Path(recipe) / "adapter"
     rates = bench_modes(
