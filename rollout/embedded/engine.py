@@ -329,13 +329,17 @@ class EmbeddedEngine:
         """Give the caches' memory back. Raises EngineError while requests run or wait."""
         if self._requests:
             raise EngineError(f"{len(self._requests)} requests run or wait; await or abort them before sleep")
+        self._give_back()
+        self._asleep = True
+
+    def _give_back(self) -> None:
+        """The memory of caches, graphs and verifies."""
         self._forget_dead(all_of_them=True)
         if self.runner.graphs is not None:
             self.runner.graphs.forget()
         self.pool.sleep()
         if self.speculator is not None:
             self.speculator.sleep()
-        self._asleep = True
 
     def wake(self) -> None:
         """Take the caches' memory again. Raises EngineError when the engine is closed."""
@@ -356,10 +360,7 @@ class EmbeddedEngine:
         """Abort everything and give the memory back; a closed engine stays closed."""
         self._drop_all(None)
         self._closed = True
-        self._forget_dead(all_of_them=True)
-        self.pool.sleep()
-        if self.speculator is not None:
-            self.speculator.sleep()
+        self._give_back()
 
     def stats(self) -> Mapping[str, float]:
         """Gauges of now, and counters and seconds since the start."""

@@ -53,3 +53,4 @@ class StepGraphs:
         for graphs in (self.decode, self.verify, self.draft):
             if graphs is not None:
                 graphs.forget()
+        self._recorder.forget()

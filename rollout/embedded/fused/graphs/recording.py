@@ -25,6 +25,10 @@ class Recorder:
         self._graph_memory: Any = None
         self.count = 0
 
+    def forget(self) -> None:
+        """All graphs are gone: their memory goes too, and the next ones get one of their own."""
+        self._graph_memory = None
+
     def record[Left: tuple[Tensor | None, ...]](self, step: Callable[[], Left]) -> Recorded[Left]:
         """`step` runs here, on padding alone: nothing that anybody holds is touched."""
         self.count += 1

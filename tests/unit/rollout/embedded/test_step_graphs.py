@@ -265,6 +265,24 @@ def test_hidden_states_for_training_are_the_same(expected: list[Completion]) -> 
 
 
 @pytest.mark.slow
+def test_graphs_go_with_the_memory_that_they_read(expected: list[Completion]) -> None:
+    """Asleep or closed; awake again all is recorded anew."""
+    engine, counts = telling_engine(expected), []
+    for end in (engine.sleep, engine.close):
+        graphs = recording(engine).runner.graphs
+        assert graphs is not None
+        assert graphs.verify is not None
+        assert_same(engine, ask(engine, PROMPTS, PARAMS), expected)
+        counts.append(graphs.num_recorded)
+        assert graphs.verify._recorded
+        end()
+        assert not graphs.verify._recorded
+        if end == engine.sleep:
+            engine.wake()
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_plain_steps_of_an_engine_with_a_draft(expected: list[Completion], overlap: bool) -> None:
     """Where drafting doesn't pay: overlapped, with the draft's context written, so that a block can follow."""
