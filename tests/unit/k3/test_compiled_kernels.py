@@ -17,10 +17,12 @@ KERNELS = {
     "_attn_res_norm", "_norm_rows", "_gated", "_mla_norms", "_kda_decode", "_verify", "_fold", "_roll", "_conv",
     "_read_split", "_merge", "_choose", "_dispatch", "_reorder", "gate_up_kernel", "down_kernel", "_combine",
     "_low_kernel", "_forward", "_backward", "_skinny", "_expand", "_situ",
-    "_shrink", "_expand_sum",
+    "_block_attention", "_shrink", "_expand_sum",
 }  # fmt: skip
 
-NEVER_DEPENDENT = {"_verify", "_fold", "_roll", "_conv", "_forward", "_backward"}  # no part of a decode step
+NEVER_DEPENDENT = {  # no part of a plain decode step of ours
+    "_verify", "_fold", "_roll", "_conv", "_forward", "_backward", "_block_attention", "_shrink", "_expand_sum",
+}  # fmt: skip
 
 
 @pytest.mark.slow
