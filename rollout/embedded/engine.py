@@ -19,6 +19,7 @@ from miles_k3.rollout.cache.layout import Layout
 from miles_k3.rollout.embedded.model_choice import choose_model, records_steps
 from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.rollout.embedded.request import Request, Stage, judge_params, judge_tokens
+from miles_k3.rollout.embedded.scoring import score_together
 from miles_k3.rollout.embedded.serving_parts import Serving
 from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.rollout.embedded.text import Detokenizer, StopText
@@ -273,7 +274,8 @@ class EmbeddedEngine:
     def _score_into(
         self, scores: list[torch.Tensor], judged: Sequence[tuple[int, ...]], batch: list[int], temperature: float
     ) -> None:
-        rows = self.runner.score([judged[i] for i in batch], self.adapter_version, temperature)
+        sequences = [judged[i] for i in batch]
+        rows = score_together(self._model, self.store, sequences, self.adapter_version, temperature)
         for i, row in zip(batch, rows, strict=True):
             scores[i] = row.clone()  # an ordinary tensor: one made in inference mode can't enter autograd
 

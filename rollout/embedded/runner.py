@@ -19,7 +19,7 @@ from torch import Tensor
 from miles_k3.adapters.store import AdapterStore
 from miles_k3.errors import EngineError
 from miles_k3.rollout.cache.device import put
-from miles_k3.rollout.embedded.batch import StepBatch, step_batch, uncached_batch
+from miles_k3.rollout.embedded.batch import StepBatch, step_batch
 from miles_k3.rollout.embedded.lora import StepAdapters
 from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.model import EngineModel
@@ -36,7 +36,6 @@ if TYPE_CHECKING:  # Triton is not everywhere
     from miles_k3.rollout.embedded.fused.graphs.decode import DecodeResults
     from miles_k3.rollout.embedded.fused.graphs.verify import VerifyResults
 
-LOGIT_ELEMENTS = 1 << 25  # logits held at once while scoring
 COUNTERS = (
     "prompt_tokens",  # computed
     "shared_prompt_tokens",  # taken over from a twin's prompt
@@ -348,22 +347,6 @@ class Runner:
                 self.scheduler.finish(request, reason, error)
                 done.append(request)
         return done
-
-    # --- scoring ------------------------------------------------------------------------------------------------
-    @torch.inference_mode()
-    def score(self, sequences: Sequence[Sequence[int]], version: int, temperature: float) -> list[Tensor]:
-        """Log-probabilities of tokens 1.. of each sequence, without caches; fp32 on the host."""
-        batch, counts = uncached_batch([s[:-1] for s in sequences], self.device), [len(s) - 1 for s in sequences]
-        adapters = StepAdapters.of(self.store, [version] * len(counts), counts, self.device)
-        residual, _ = self.model.hidden(batch, adapters)
-        targets_T = put([t for s in sequences for t in s[1:]], self.device)
-        parts = []
-        for rows in torch.arange(len(targets_T), device=self.device).split(
-            max(1, LOGIT_ELEMENTS // self.model.config.vocab_size)
-        ):
-            logits = self.model.logits(residual, rows).div_(temperature)
-            parts.append(logits.log_softmax(-1).gather(1, targets_T[rows].unsqueeze(1)).squeeze(1))
-        return list(torch.cat(parts).cpu().split(counts))
 
 
 def _non_finite(request: Request) -> str:
