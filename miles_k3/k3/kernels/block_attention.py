@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_k3.k3.kernels.launch import INTERPRETED, power_of_two
+from miles_k3.k3.kernels.online_softmax import accumulate
 
 TOKENS = 64  # of a step
 
@@ -45,15 +46,9 @@ def block_attention(q_SGND: Tensor, k_SGMD: Tensor, v_SGMD: Tensor, cache_KZC: T
 
 @triton.jit
 def _seen(acc, top, total, q, keys, values, seen, scale):
-    """Keys [D, tokens] and values [tokens, D]: earlier sums are rescaled when a larger score comes."""
+    """Keys [D, tokens] and values [tokens, D]."""
     score = tl.dot(q, keys, input_precision="ieee") * scale
-    score = tl.where(seen[None, :], score, -1e30)
-    higher = tl.maximum(top, tl.max(score, 1))
-    p = tl.exp(score - higher[:, None])
-    old = tl.exp(top - higher)
-    total = total * old + tl.sum(p, 1)
-    acc = tl.dot(p.to(values.dtype), values, acc * old[:, None], input_precision="ieee")
-    return acc, higher, total
+    return accumulate(acc, top, total, tl.where(seen[None, :], score, -1e30), values)
 
 
 @triton.jit

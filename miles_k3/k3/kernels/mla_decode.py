@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from miles_k3.k3.kernels.launch import BLACKWELL, INTERPRETED, capability, dependent, power_of_two, wait_for_inputs
+from miles_k3.k3.kernels.online_softmax import accumulate
 
 TARGET_PROGRAMS = 264  # two for each of an H200's multiprocessors
 TOKENS = 64  # of a step
@@ -76,7 +77,7 @@ def _attend(acc, top, total, q, q_extra, cache_ptr, page_ptr, first, length, pag
             LATENT: tl.constexpr,
             EXTRA: tl.constexpr, PAGE: tl.constexpr, LATENT_BLOCK: tl.constexpr, EXTRA_BLOCK: tl.constexpr,
             TOKENS: tl.constexpr):  # fmt: skip
-    """One run of tokens: earlier sums are rescaled when a larger score comes."""
+    """One run of tokens."""
     c, e = tl.arange(0, LATENT_BLOCK), tl.arange(0, EXTRA_BLOCK)
     at = first + tl.arange(0, TOKENS)
     seen = at < length
@@ -86,13 +87,7 @@ def _attend(acc, top, total, q, q_extra, cache_ptr, page_ptr, first, length, pag
     extra = tl.load(cache_at[None, :] + LATENT + e[:, None], mask=seen[None, :] & (e < EXTRA)[:, None], other=0.0)
     score = tl.dot(q, tl.trans(rows), input_precision="ieee")
     score = tl.dot(q_extra, extra, score, input_precision="ieee") * scale
-    score = tl.where(seen[None, :], score, -1e30)
-    higher = tl.maximum(top, tl.max(score, 1))
-    p = tl.exp(score - higher[:, None])
-    old = tl.exp(top - higher)
-    total = total * old + tl.sum(p, 1)
-    acc = tl.dot(p.to(rows.dtype), rows, acc * old[:, None], input_precision="ieee")
-    return acc, higher, total
+    return accumulate(acc, top, total, tl.where(seen[None, :], score, -1e30), rows)
 
 
 @triton.jit
