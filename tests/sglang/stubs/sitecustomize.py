@@ -67,6 +67,18 @@ def _plain_experts(module: ModuleType) -> None:
     module.Mxfp4MoEMethod.get_triton_quant_info = get_triton_quant_info
 
 
+class _NoNccl:
+    """Several ranks of a CPU talk through gloo."""
+
+    disabled = True
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+
+def _without_nccl(module: ModuleType) -> None:
+    module.PyNcclCommunicator = _NoNccl  # type: ignore[attr-defined]
+
+
 def _tells_bytes(module: ModuleType) -> None:
     """A scheduler tells what it has allocated, so that plans can be compared with it."""
     ask = module.Scheduler.get_internal_state
@@ -101,6 +113,7 @@ _PATCHES = {
     "triton_kernels.numerics_details.mxfp": _plain_mxfp4,
     "sglang.srt.layers.quantization.mxfp4": _plain_experts,
     "sglang.srt.managers.scheduler": _tells_bytes,
+    "sglang.srt.distributed.device_communicators.pynccl": _without_nccl,
 }
 
 

@@ -1,0 +1,43 @@
+"""An engine over two ranks, as if on a machine each: it starts, takes an adapter, and holds what is planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.sglang_cpu import CPU_ARGUMENTS, RANK
+
+from miles_k3.k3.config import K3Config
+from miles_k3.plan.engine import BF16, kv_bytes_per_token, state_bytes
+from miles_k3.plan.sglang import SLOTS, Split, slot_numbers, weight_bytes
+from miles_k3.plan.weights import Share, base_bytes
+from miles_k3.rollout.sglang.hooks import hook_names
+
+HERE = Path(__file__).parent
+SPLIT = Split(tp=2, ep=2)
+
+
+def test_it_starts_takes_an_adapter_and_ends_whole(tmp_path: Path, config: K3Config) -> None:
+    """The second rank gets the adapter by value."""
+    paths = os.pathsep.join([str(HERE / "stubs"), str(HERE.parent), str(HERE.parents[1])])
+    environment = {
+        **os.environ, "PYTHONPATH": paths, "SGLANG_CPU_OMP_THREADS_BIND": "0|1", "GLOO_SOCKET_IFNAME": "lo"
+    }  # fmt: skip
+    script = HERE / "two_ranks.py"
+    ended = subprocess.run(
+        [sys.executable, script, tmp_path / "k3"], env=environment, capture_output=True, text=True, timeout=1200
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("FOUND ")]
+    found = json.loads(line.removeprefix("FOUND "))
+    assert found["hooks"] == list(hook_names())
+    held = found["bytes"]
+    assert held["adapter slots"] == SLOTS * slot_numbers(config, RANK, SPLIT) * BF16
+    assert held["states"] == (CPU_ARGUMENTS["max_mamba_cache_size"] + 1) * state_bytes(config, BF16, SPLIT.tp)
+    assert held["kv"] == (CPU_ARGUMENTS["max_total_tokens"] + 1) * kv_bytes_per_token(config, BF16)
+    experts = base_bytes(config, Share.whole(config), itemsize=BF16, packed=True).experts
+    assert held["weights"] == pytest.approx(weight_bytes(config, SPLIT) - experts // SPLIT.tp, rel=0.002)
