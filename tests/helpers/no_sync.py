@@ -23,6 +23,10 @@ _CALLS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", 
 
 
 class _Operators(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # there is none here, and importing it to skip it takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
         assert name not in _OPERATORS, f"{name} in a recorded step: {_OPERATORS[name]}"
