@@ -74,6 +74,16 @@ def test_a_plan_that_does_not_fit_says_why_and_what_to_change(
     assert "no change of up to three that were tried makes it fit" in out
 
 
+def test_what_a_launch_refuses_is_said_beside_a_plan_that_fits(capsys, monkeypatch):
+    code, out, _ = run(capsys, monkeypatch, "plan", "k3-64xgb300")
+    assert code == 0
+    assert (
+        "memory aside, miles-k3 launch refuses it: an adapter has 49.1 GB, and an engine over several machines" in out
+    )
+    _, out, _ = run(capsys, monkeypatch, "plan", "tiny-cpu")
+    assert "launch refuses" not in out
+
+
 def test_the_json_holds_every_rank_phase_and_item(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
