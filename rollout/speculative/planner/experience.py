@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 TRIALS = 4  # steps of a kind before they count as known
 RECENT = 8  # of each kind are remembered
 BLOCKS = 32, 128  # drafted blocks, at least, for the same: a few requests may be easy or hard to draft
-MARGIN = 1.1  # drafting has to be better by so much: chance, and what it costs outside of such steps
+MARGIN = 1.2  # drafting has to be better by so much: a batch that drains ends with what is hard to draft, alone
 RETRY = 0.01  # of the time at a load may be lost by trying again what is worse there
 LIFETIME = 4096  # steps after which what was spent before counts half
 SELDOM, OFTEN = 256, 8  # steps until something is tried again of which nothing is known, and at least

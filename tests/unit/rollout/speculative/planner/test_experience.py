@@ -84,7 +84,7 @@ def test_steps_that_follow_nobody_bring_the_next_trial_nearer(unfollowed: int) -
 
 def test_what_hardly_gains_is_not_drafted_but_followed() -> None:
     planner = trimming()
-    assert len(go(planner, 400, gain=1.02)) < 60
+    assert len(go(planner, 400, gain=1.1)) < 60
     assert all(planner.should_follow(64) for _ in range(2000))
 
 
@@ -100,7 +100,7 @@ def test_requests_are_followed_where_it_pays() -> None:
     """Before anything is known; where drafting pays; elsewhere a share, as many in a row as run there."""
     planner = trimming()
     assert all(planner.should_follow(64) for _ in range(200))
-    go(planner, 20, gain=1.2, requests=8)
+    go(planner, 20, gain=4 / 3, requests=8)
     go(planner, 2000, gain=0.8, requests=64)
     assert planner.should_follow(8)
     found = [planner.should_follow(64) for _ in range(2 * WAVE * 64)]
