@@ -9,11 +9,14 @@ import pytest
 from helpers.interpreted import interpreted
 
 TESTS = Path(__file__).parents[2]
-SOURCE = (TESTS / "helpers/kernel_cases.py").read_text()
+SOURCES = sorted((TESTS / "helpers/kernel_cases").glob("*.py"))
 NAMES = [
-    node.name for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef) and node.decorator_list
-    and isinstance(node.decorator_list[0], ast.Name) and node.decorator_list[0].id == "case"
-]  # fmt: skip
+    node.name
+    for source in SOURCES
+    for node in ast.parse(source.read_text()).body
+    if isinstance(node, ast.FunctionDef)
+    and any(isinstance(d, ast.Name) and d.id == "case" for d in node.decorator_list)
+]
 
 
 @pytest.fixture(scope="module")
