@@ -24,7 +24,7 @@ def measured() -> CostProfile:
     engine = load_engine(load_recipe("tiny-cpu").recipe, ALONE)
 
     def verify(requests: int, each: int) -> None:
-        engine.runner.score([list(range(5, 6 + each))] * requests, engine.adapter_version, 1.0)
+        engine.score([list(range(5, 6 + each))] * requests)
 
     try:
         return measure_costs(verify, None, LOADS, BLOCK)

@@ -11,7 +11,7 @@ from helpers.engines import ask, make_engine, random_prompts
 from torch import Tensor
 
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
-from miles_k3.rollout.speculative.draft import DraftContext, DraftedBlocks, DraftModel
+from miles_k3.rollout.speculative.draft import Context, DraftedBlocks, DraftModel
 from miles_k3.rollout.speculative.draft_eval import judge_block, measure_acceptance
 from miles_k3.types import SamplingParams
 
@@ -23,7 +23,7 @@ class Scripted(DraftModel):
 
     tokens_of: Callable[[int, int], list[int]]
 
-    def draft(self, anchor_tokens_S: Tensor, anchors_S: Tensor, context: DraftContext,
+    def draft(self, anchor_tokens_S: Tensor, anchors_S: Tensor, context: Context,
               choose: Callable[[Tensor, int], Tensor] | None = None) -> DraftedBlocks:  # fmt: skip
         rows = [self.tokens_of(*at) for at in zip(anchor_tokens_S.tolist(), anchors_S.tolist(), strict=True)]
         tokens = torch.tensor(rows)
