@@ -330,7 +330,7 @@ def test_the_machine_sees_planted_mistakes(mistake: str, monkeypatch: pytest.Mon
     owner, name, edit = MISTAKES[mistake]
     monkeypatch.setattr(owner, name, mutate(getattr(owner, name), edit))
     quick = settings(
-        max_examples=150, stateful_step_count=30, deadline=None, derandomize=True, phases=[Phase.generate],
+        max_examples=600, stateful_step_count=30, deadline=None, derandomize=True, phases=[Phase.generate],
         report_multiple_bugs=False, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )  # fmt: skip
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
