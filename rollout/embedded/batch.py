@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from miles_k3.k3.ops.kda import Chunks
-from miles_k3.k3.ops.packed import Packed
+from miles_k3.k3.ops.packed import PREFILL_CHUNK, Packed
 from miles_k3.rollout.cache.device import put
 from miles_k3.rollout.cache.memory import BlockPool
 from miles_k3.rollout.embedded.memory import RequestMemory
@@ -132,11 +132,11 @@ class Bucket:
 class ChunkBatch:
     """Chunks of prompts, or whole sequences that touch no cache (`states` None).
 
-    `cu_seqlens_host`: the packed stream's on the host; `last_B` index, among the chunks' tokens, of each one's last;
-    `has_context`: some chunk continues a cached one.
+    `pieces_C2`: the packed stream as the prefill kernel cuts it; `last_B`: index, among chunks' tokens, of each one's
+    last; `has_context`: some chunk continues a cached one.
     """
 
-    cu_seqlens_host: Tensor
+    pieces_C2: Tensor
     packed: Packed
     chunks: Chunks
     buckets: tuple[Bucket, ...]
@@ -279,8 +279,8 @@ def _packed_chunks(
         memory, requests = cached
         states = StateRows.of(memory.pool.slot_rows([r.slot for r in requests]), device)
     return ChunkBatch(
-        cu_seqlens_host=host.cu_seqlens, packed=packed, chunks=Chunks.of(host).to(device), buckets=tuple(buckets),
-        last_B=packed.last_index_B(),        states=states, has_context=any(contexts),
+        pieces_C2=put(host.pieces(PREFILL_CHUNK), device), packed=packed, chunks=Chunks.of(host).to(device),
+        buckets=tuple(buckets), last_B=packed.last_index_B(), states=states, has_context=any(contexts),
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ class EngineModel:
     moe_layer: type[MoeLayer] = MoeLayer
     residual: type[ResidualBank] = ResidualBank
     on_kernels = False
+    unrecordable: str | None = None  # why a step of it can't be a CUDA graph
 
     def __init__(self, base: ResidentBase) -> None:
         self.base, self.weights = base, model_weights(base)

@@ -30,9 +30,9 @@ def choose_model(base: ResidentBase, kernels: str) -> EngineModel:
 
 def records_steps(model: EngineModel, wanted: bool | None) -> bool:
     """Whether steps without prompts are recorded. Raises EngineError where that was asked for and can't be."""
-    can = model.on_kernels and model.weights.head.is_cuda
-    if wanted and not can:
-        raise EngineError(
-            "rollout.cuda_graphs needs CUDA and rollout.kernels: fused; leave it null, or set it to false"
-        )
-    return can if wanted is None else wanted
+    why = None if model.on_kernels and model.weights.head.is_cuda else "it needs CUDA and rollout.kernels: fused"
+    if why is None:
+        why = model.unrecordable
+    if wanted and why is not None:
+        raise EngineError(f"rollout.cuda_graphs can't be had: {why}; leave it null, or set it to false")
+    return why is None if wanted is None else wanted

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_k3.k3.kernels.fla_tuning import HOPPER, limit_autotuning
+from miles_k3.k3.kernels.fla_tuning import HOPPER, import_fla, limit_autotuning
+from miles_k3.k3.kernels.kda_prefill import kda_prefill
 from miles_k3.k3.ops.kda import kda_chunk, kda_gate
-from miles_k3.k3.ops.packed import Packed
+from miles_k3.k3.ops.packed import PREFILL_CHUNK, Packed
 from miles_k3.trainer.model.kda_core import KdaMaps, delta_rule
 from miles_k3.trainer.model.kda_fla import fla_delta_rule, fla_gated_delta_rule
 
@@ -74,6 +75,30 @@ def test_fla_equals_the_torch_form(lengths: tuple[int, ...], dtype: torch.dtype,
     assert max(errors.values()) <= BACKWARD[dtype], errors
     assert max(map(relative, fla[:1], plain[:1])) <= FORWARD[dtype]
     assert max(map(relative, fla[1:], plain[1:])) <= BACKWARD[dtype]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["many", "few", "one"])
+def test_prefill_equals_flas_public_kernel_and_never_waits(lengths: tuple[int, ...]) -> None:
+    """From states that are there: the output, and the states left, bit for bit."""
+    host, (q, k, v, f, beta) = Packed.from_lengths(lengths), draw(lengths, torch.bfloat16)
+    cu, pieces, f = host.cu_seqlens.cuda(), host.pieces(PREFILL_CHUNK).cuda(), f.bfloat16()
+    a_log, dt_bias = torch.randn(HEADS, device="cuda"), torch.randn(HEADS, DIM, device="cuda")
+    state = torch.randn(len(lengths), HEADS, DIM, DIM, device="cuda")
+    inputs = (q, k, v, f, beta, a_log, dt_bias, BOUND, cu, pieces)
+    for started in (state, None):
+        kda_prefill(*inputs, started)  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = kda_prefill(*inputs, started)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        expected = import_fla("ops.kda").chunk_kda(
+            *(x.unsqueeze(0) for x in (q, k, v, f, beta)), initial_state=started, output_final_state=True,
+            use_qk_l2norm_in_kernel=True, safe_gate=True, use_gate_in_kernel=True, A_log=a_log,
+            dt_bias=dt_bias.reshape(-1), lower_bound=BOUND, cu_seqlens=cu,
+        )  # fmt: skip
+        assert torch.equal(found[0], expected[0][0])
+        assert torch.equal(found[1], expected[1])
 
 
 def test_no_sequence_sees_another() -> None:

@@ -11,6 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+PREFILL_CHUNK = 64  # tokens that the prefill kernel of KDA takes at once
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
@@ -62,6 +64,13 @@ class Packed:
     def sums(self, x_T: Tensor) -> Tensor:
         """Of each sequence: int64 [B] of integers or truth values [T]."""
         return torch.zeros_like(self.cu_seqlens[1:]).index_add_(0, self.rows_T, x_T.long())
+
+    def pieces(self, size: int) -> Tensor:
+        """(sequence, piece) of every `size` tokens, the last piece of each shorter: like cu_seqlens, [C, 2]."""
+        counts_B = (self.lengths_B + size - 1) // size
+        rows_C = torch.repeat_interleave(torch.arange(self.num_seqs), counts_B)
+        firsts_B = counts_B.cumsum(0) - counts_B
+        return torch.stack([rows_C, torch.arange(len(rows_C)) - firsts_B[rows_C]], dim=1)
 
     def last_index_B(self) -> Tensor:
         """Stream index of each sequence's last token."""

@@ -91,7 +91,7 @@ class FusedKda(KdaLayer):
         if q.is_cuda and q.dtype == torch.bfloat16:
             o_TNV, state = kda_prefill(
                 q, k, v, f_TNK, beta, w.a_log_N, w.dt_bias_NK, self.bound, batch.packed.cu_seqlens,
-                batch.cu_seqlens_host, state,
+                batch.pieces_C2, state,
             )  # fmt: skip
         else:
             g = kda_gate(f_TNK, w.a_log_N, w.dt_bias_NK, self.bound)

@@ -72,6 +72,11 @@ class FusedMoe(MoeLayer):
         self._bias_E = weights.bias_E.float()
         self._side = torch.cuda.Stream() if weights.gate_EH.is_cuda else None
 
+    @property
+    def on_codes(self) -> bool:
+        """Whether the routed experts run on packed weights as they are."""
+        return self._packed is not None
+
     def with_shared(self, x_TH: Tensor, shared: FusedMlp, adapters: StepAdapters) -> tuple[Tensor, Tensor]:
         """(output [T, H] of routed and shared experts, chosen experts int64 [T, K])."""
         w, num_tokens = self.w, x_TH.shape[0]

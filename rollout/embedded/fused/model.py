@@ -11,6 +11,7 @@ from torch import Tensor
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.kernels.skinny import Product, products_
 from miles_k3.k3.ops.residual_bank import ResidualBank
+from miles_k3.k3.weights import ResidentBase
 from miles_k3.rollout.embedded.fused.attention import FusedKda, FusedMla
 from miles_k3.rollout.embedded.fused.mlp import FusedMlp, FusedMoe
 from miles_k3.rollout.embedded.fused.residual import FusedResidual
@@ -38,6 +39,12 @@ class FusedModel(EngineModel):
     moe_layer = FusedMoe
     residual = FusedResidual
     on_kernels = True
+
+    def __init__(self, base: ResidentBase) -> None:
+        super().__init__(base)
+        if base.dtype == torch.float32 and any(isinstance(m, FusedMoe) and not m.on_codes for m in self.moes):
+            # torch's grouped_mm of fp32 reads the segments' ends on the host.
+            self.unrecordable = "experts that aren't packed are multiplied expert by expert in float32"
 
     def _mlp(self, layer: int, w: LayerWeights, residual: ResidualBank, adapters: StepAdapters) -> Tensor | None:
         x_TH = residual.mix_norm(w.mlp_query_H, w.mlp_norm_H, self.config.rms_norm_eps)

@@ -18,6 +18,15 @@ def test_maps_of_a_ragged_stream():
     assert packed.last_index_B().tolist() == [2, 3, 5]
 
 
+@pytest.mark.parametrize("lengths", [(1,), (64, 65, 1, 128), (200, 63)])
+def test_pieces_equal_flas(lengths):
+    from fla.ops.utils.index import prepare_chunk_indices
+
+    packed = Packed.from_lengths(lengths)
+    for size in (32, 64):
+        assert torch.equal(packed.pieces(size), prepare_chunk_indices(packed.cu_seqlens, size))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_cu_seqlens_of_any_integer_type(dtype):
     packed = Packed.from_cu_seqlens(torch.tensor([0, 8, 12, 24], dtype=dtype))

@@ -20,6 +20,7 @@ from helpers.engines import (
 )
 from helpers.speculating import book_of, speculating_engine
 
+from miles_k3.errors import EngineError
 from miles_k3.rollout.speculative.engine_costs import measure_engine
 from miles_k3.rollout.speculative.planner.choice import PlanMode
 from miles_k3.types import SamplingParams
@@ -187,3 +188,14 @@ def test_recorded_steps_follow_a_swap_and_a_sleep() -> None:
                 engine.wake()
         answers.append(tokens_of(found))
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_experts_that_the_host_multiplies_are_not_recorded(dtype: torch.dtype) -> None:
+    """torch's grouped_mm of unpacked experts: in fp32 it loops on the host, which no graph holds."""
+    engine = make_engine(device="cuda", dtype=dtype)
+    ask(engine, PROMPTS[:3])
+    assert (engine.runner.graphs is not None) is (dtype is torch.bfloat16)
+    if dtype is torch.float32:
+        with pytest.raises(EngineError, match=r"expert by expert in float32; leave it null"):
+            make_engine(device="cuda", cuda_graphs=True)

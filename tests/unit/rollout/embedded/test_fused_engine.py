@@ -87,7 +87,7 @@ def test_tiers_waste_little(most: int) -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(EngineError, match=r"cuda_graphs needs CUDA and rollout\.kernels: fused"):
+    with pytest.raises(EngineError, match=r"cuda_graphs can't be had: it needs CUDA and rollout\.kernels: fused"):
         make_engine(cuda_graphs=True)
     with pytest.raises(EngineError, match="it is on cpu, and Triton's kernels run on CUDA"):
         make_engine(kernels="fused")
