@@ -15,13 +15,17 @@ goes unseen with a chance of about 2^-62.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from miles_k3.types import AdapterConfig
 
 BLOCK_WORDS = 1 << 16
 _BLOCK_BYTES = 4 * BLOCK_WORDS
@@ -39,6 +43,27 @@ def checksums(tensors: Sequence[Tensor]) -> list[str]:
         for i, part in zip(places, np.split(together, ends, axis=1), strict=True):
             found[i] = part
     return [_combined(s) for s in found if s is not None]
+
+
+def stretch_sums(tensor: Tensor, start: int = 0) -> tuple[int, Tensor]:
+    """(first block, int64 [2, blocks]): what a dense tensor adds to the s_j of a longer one's blocks, as the stretch of
+    its bytes that begins at byte `start`. They lie where the tensor does."""
+    flat = F.pad(_bytes(tensor), (start % 4, 0)) if start % 4 else _bytes(tensor)  # a word in two parts is their sum
+    words, (first, lead) = _words(flat), divmod(start // 4, BLOCK_WORDS)
+    if not lead:
+        return first, _block_sums(words)
+    head, rest = words[: BLOCK_WORDS - lead].long(), words[BLOCK_WORDS - lead :]
+    keys = _keys(words.device)[:, lead : lead + len(head)]
+    return first, torch.cat([(keys * head).sum(1, keepdim=True), _block_sums(rest)], dim=1)
+
+
+def joined_checksum(stretches: Iterable[tuple[int, NDArray[np.int64]]]) -> str:
+    """The checksum of a tensor from the `stretch_sums`, on the host, of stretches that make it up."""
+    found = list(stretches)
+    sums = np.zeros((2, max((first + part.shape[1] for first, part in found), default=0)), dtype=np.uint64)
+    for first, part in found:
+        sums[:, first : first + part.shape[1]] += part.view(np.uint64)
+    return _combined(sums)
 
 
 def streamed_checksum(pieces: Iterable[Tensor]) -> str:
@@ -116,3 +141,17 @@ def _combined(sums: NDArray[np.uint64]) -> str:
         _mix(row + _mix(np.uint64(2) * places + np.uint64(j))).sum(dtype=np.uint64) for j, row in enumerate(sums)
     ]
     return "".join(f"{int(c):016x}" for c in columns)
+
+
+def hash_table(version: int, config: AdapterConfig, table: Mapping[str, tuple[str, list[int], str]]) -> str:
+    """SHA-256 over version, config, and name -> (dtype, shape, checksum of the bytes in row-major order)."""
+    digest = hashlib.sha256()
+    _hash_fields(digest, [version, config.rank, float(config.alpha), config.share_gate_up_a, len(table)])
+    for name in sorted(table):
+        _hash_fields(digest, [name, *table[name]])
+    return digest.hexdigest()
+
+
+def _hash_fields(digest: hashlib._Hash, fields: list[object]) -> None:
+    text = json.dumps(fields).encode()
+    digest.update(len(text).to_bytes(8, "little") + text)

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from miles_k3.adapters.checksum import streamed_checksum
+from miles_k3.adapters.checksum import hash_table, streamed_checksum
 from miles_k3.adapters.layout import AdapterTensor
-from miles_k3.adapters.update import adapter_sha256, hash_table
+from miles_k3.adapters.update import adapter_sha256
 from miles_k3.types import AdapterConfig
 
 CONTENT_SHA256 = "miles_k3.content_checksums_sha256"  # in the metadata of adapter_model.safetensors

@@ -44,6 +44,11 @@ class AdapterTensor:
         return self.module.removeprefix(layer_prefix(self.layer))
 
     @property
+    def per_expert(self) -> bool:
+        """Whether dimension 0 counts experts, each of which has its own."""
+        return self.kind == "expert" and not self.shared
+
+    @property
     def rank_dim(self) -> int:
         """The dimension that has length r: -2 for A, -1 for B."""
         return -2 if self.factor == "A" else -1

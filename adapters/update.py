@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 
 import torch
 
-from miles_k3.adapters.checksum import checksums
+from miles_k3.adapters.checksum import checksums, hash_table
 from miles_k3.adapters.layout import AdapterTensor, gate_up_pairs
+from miles_k3.adapters.shard import Holding, all_experts, flat_views, held_layout, new_flat
 from miles_k3.errors import AdapterError
-from miles_k3.types import AdapterConfig, AdapterUpdate
+from miles_k3.types import AdapterConfig, AdapterUpdate, Shard
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_LISTED = 12  # names listed in one error; the rest is counted
@@ -29,10 +29,37 @@ def make_update(version: int, config: AdapterConfig, tensors: Mapping[str, torch
     owned = {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
     digest = adapter_sha256(version, config, owned)
     update = AdapterUpdate(version=version, config=config, tensors=owned, sha256=digest)
-    _hashed_here[digest] = _fingerprint(update)
+    remember(update)
+    return update
+
+
+def as_shard(
+    update: AdapterUpdate, layout: Mapping[str, AdapterTensor], experts: range | None = None
+) -> AdapterUpdate:  # fmt: skip
+    """The shard of a whole, verified update with the factors of `experts` (None: of all), in memory of its own."""
+    experts = all_experts(layout) if experts is None else experts
+    held, like = held_layout(layout, experts), update.tensors[next(iter(layout))]
+    flat = new_flat(held, dtype=like.dtype, device=like.device)
+    tensors = flat_views(flat, held)
+    for name, tensor in tensors.items():
+        whole = update.tensors[name].detach()
+        tensor.copy_(whole[experts.start : experts.stop] if layout[name].per_expert else whole)
+    sha256 = Holding.of(update.version, update.config, tensors, layout, experts).sha256
+    made = dataclasses.replace(update, tensors=tensors, shard=Shard(experts=experts, flat=flat, sha256=sha256))
+    remember(made)
+    return made
+
+
+def remember(update: AdapterUpdate) -> None:
+    """The hash of what `update` holds was computed just now: on a GPU it isn't again while nobody writes there."""
+    _hashed_here[_own_sha256(update)] = _fingerprint(update)
     while len(_hashed_here) > _REMEMBERED:
         del _hashed_here[next(iter(_hashed_here))]
-    return update
+
+
+def _own_sha256(update: AdapterUpdate) -> str:
+    """Of what is held: the whole, or a shard."""
+    return update.sha256 if update.shard is None else update.shard.sha256
 
 
 def _fingerprint(update: AdapterUpdate) -> tuple[object, ...] | None:
@@ -53,7 +80,7 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 def _is_hashed(update: AdapterUpdate) -> bool:
     """Whether this very memory was hashed in this process, and has not been written to since."""
-    seen = _hashed_here.get(update.sha256)
+    seen = _hashed_here.get(_own_sha256(update))
     return seen is not None and seen == _fingerprint(update)
 
 
@@ -64,51 +91,69 @@ def adapter_sha256(version: int, config: AdapterConfig, tensors: Mapping[str, to
     return hash_table(version, config, table)
 
 
-def hash_table(version: int, config: AdapterConfig, table: Mapping[str, tuple[str, list[int], str]]) -> str:
-    """The same from name -> (dtype, shape, checksum of the bytes in row-major order)."""
-    digest = hashlib.sha256()
-    _hash_fields(digest, [version, config.rank, float(config.alpha), config.share_gate_up_a, len(table)])
-    for name in sorted(table):
-        _hash_fields(digest, [name, *table[name]])
-    return digest.hexdigest()
-
-
-def _hash_fields(digest: hashlib._Hash, fields: list[object]) -> None:
-    text = json.dumps(fields).encode()
-    digest.update(len(text).to_bytes(8, "little") + text)
-
-
 def update_bytes(update: AdapterUpdate) -> int:
     """Payload bytes of an update."""
     return sum(t.numel() * t.element_size() for t in update.tensors.values())
 
 
 def verify_update(
-    update: AdapterUpdate, layout: Mapping[str, AdapterTensor], *, max_rank: int, expected_version: int | None
-) -> None:
-    """Judge a whole update against `layout` (that of the update's own config) before any of it is loaded.
+    update: AdapterUpdate, layout: Mapping[str, AdapterTensor], *, max_rank: int, expected_version: int | None,
+    experts: range | None = None,
+) -> None:  # fmt: skip
+    """Judge an update against the whole adapter's `layout` (that of its own config) before any of it is loaded.
 
-    `expected_version` is the current version + 1, or None to take any version >= 0 (nothing has been loaded yet).
-    Raises AdapterError with every finding, one a line.
+    `expected_version` is the current version + 1, or None to take any version >= 0 (nothing has been loaded yet);
+    `experts`: those of the shard that is expected, None for the whole. Raises AdapterError with every finding, one a
+    line.
     """
+    held = layout if update.shard is None else held_layout(layout, update.shard.experts)
     problems = [
         *_number_findings(update, max_rank, expected_version),
-        *key_findings(update.tensors, layout),
-        *_tensor_findings(update.tensors, layout),
-        *_memory_findings(update.tensors),
+        *_share_findings(update, experts),
+        *key_findings(update.tensors, held),
+        *_tensor_findings(update.tensors, held),
+        *(_memory_findings(update.tensors) if update.shard is None else _flat_findings(update.tensors, update.shard)),
     ]
     if update.config.share_gate_up_a:
-        problems += _shared_a_findings(update.tensors, layout)
+        problems += _shared_a_findings(update.tensors, held)
     plain = all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in update.tensors.values())
-    if plain and not _is_hashed(update):
-        found = adapter_sha256(update.version, update.config, update.tensors)
-        if found != update.sha256:
+    if plain and not _is_hashed(update) and (update.shard is None or not problems):
+        found, announced = _hash_again(update, layout), _own_sha256(update)
+        if found != announced:
             problems.append(
-                f"has sha256 {found[:12]}..., announced was {update.sha256[:12]}...: "
+                f"has sha256 {found[:12]}..., announced was {announced[:12]}...: "
                 "version, config or tensors changed after the export; export it again"
             )
     if problems:
         raise AdapterError("\n".join(f"adapter v{update.version} {problem}" for problem in problems))
+
+
+def _hash_again(update: AdapterUpdate, layout: Mapping[str, AdapterTensor]) -> str:
+    if update.shard is None:
+        return adapter_sha256(update.version, update.config, update.tensors)
+    return Holding.of(update.version, update.config, update.tensors, layout, update.shard.experts).sha256
+
+
+def _share_findings(update: AdapterUpdate, experts: range | None) -> Iterator[str]:
+    found = None if update.shard is None else update.shard.experts
+    if found != experts:
+        yield f"came as {_share(found)}, expected was {_share(experts)}: it is meant for another engine or rank"
+
+
+def _share(experts: range | None) -> str:
+    return "a whole" if experts is None else f"the shard of experts {experts.start}-{experts.stop - 1}"
+
+
+def _flat_findings(tensors: Mapping[str, torch.Tensor], shard: Shard) -> Iterator[str]:
+    """A shard is read by its flat memory, so each tensor must be where the layout's order puts it."""
+    at = shard.flat.data_ptr()
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.data_ptr() != at or not tensor.is_contiguous():
+            yield f"has {name} elsewhere than the shard's flat memory has it; use export_adapter or as_shard"
+            return
+        at += tensor.numel() * tensor.element_size()
+    if at != shard.flat.data_ptr() + shard.flat.numel() * shard.flat.element_size():
+        yield "has a shard whose flat memory is larger than its tensors; use export_adapter or as_shard"
 
 
 def _number_findings(update: AdapterUpdate, max_rank: int, expected_version: int | None) -> Iterator[str]:

@@ -140,8 +140,12 @@ class Trainer(Protocol):
         """Like Engine.score, from the trainer's weights. All scores on every rank."""
         ...
 
-    def export_adapter(self) -> AdapterUpdate:
-        """The whole adapter as it is now, the same bytes on every rank; tensors own their memory."""
+    def export_adapter(self, experts: range | None = None) -> AdapterUpdate:
+        """The adapter as it is now, the same on every rank; tensors own their memory.
+
+        `experts`: only this rank's shard, with the factors of these routed experts. Ranks may ask for different ones,
+        which make up all of them together.
+        """
         ...
 
     def save(self, folder: Path) -> Writing | None:

@@ -5,13 +5,16 @@ Shape legend: T tokens of a packed stream, B sequences, E experts, K chosen expe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+
+Handle = tuple[Callable[..., Any], tuple[Any, ...]]  # of memory that another process opens
 
 
 class FinishReason(StrEnum):
@@ -188,14 +191,49 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AdapterUpdate:
-    """One whole adapter on its way from trainer to engine.
+class Shard:
+    """What of an adapter one rank of an engine needs: of the routed experts' own factors those of `experts`, of the
+    others everything. `flat` is the memory of all its tensors, in the layout's order without gaps; `sha256` covers
+    version, config and what is held."""
 
-    `tensors` maps exported names (see `miles_k3.adapters.layout`) to tensors that own their memory;
-    `sha256` covers version, config, names, shapes, dtypes and bytes, these by their `adapters.checksum`.
+    experts: range
+    flat: torch.Tensor
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AdapterUpdate:
+    """One version of the adapter on its way from trainer to engine: all of it, or one rank's shard.
+
+    `tensors` maps exported names (see `miles_k3.adapters.layout`) to tensors that own their memory, those of a shard
+    together; `sha256` covers version, config, and names, shapes, dtypes and bytes, these by their `adapters.checksum`,
+    of the whole adapter: it is the same for all its shards.
     """
 
     version: int
     config: AdapterConfig
     tensors: Mapping[str, torch.Tensor]
     sha256: str
+    shard: Shard | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LentShard:
+    """A shard in memory that processes of its host open by a function and its arguments, as `pickle` rebuilds things.
+
+    `once` may be a GPU's memory, which one process opens one time; `kept` is the host's.
+    """
+
+    experts: range
+    once: Handle
+    kept: Handle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LentAdapter:
+    """An update whose shards lie with the ranks of an engine, in their order."""
+
+    version: int
+    config: AdapterConfig
+    sha256: str
+    shards: tuple[LentShard, ...]

@@ -1,14 +1,12 @@
-"""A rank's parts of the exported adapter tensors: named, gathered into whole ones, filled from whole ones."""
+"""A rank's parts of the exported adapter tensors: named, placed, filled from whole ones."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -106,44 +104,6 @@ def _owned(rule: FactorRule, ranks: Ranks) -> bool:
     if rule.per_expert:
         return ranks.expert_dp.rank == 0
     return ranks.dp_cp.rank == 0 and (rule.tp_dim is not None or ranks.tp.rank == 0)
-
-
-def assemble(pieces: Mapping[str, Piece], layout: Mapping[str, AdapterTensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The whole tensors in the layout's order, on every rank, from the parts that their owners hold. Collective.
-
-    They own their memory where there are several ranks.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return {name: pieces[name].tensor.detach() for name in layout}
-    owned = {name: piece for name, piece in pieces.items() if piece.owned}
-    facts = {name: (piece.split.dim, piece.start, tuple(piece.tensor.shape)) for name, piece in owned.items()}
-    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, facts)
-    like = next(iter(pieces.values())).tensor
-    whole = {name: like.new_empty(tensor.shape) for name, tensor in layout.items()}
-    for source, parts in enumerate(everyone):
-        if not parts:
-            continue
-        flat = like.new_empty(sum(math.prod(shape) for _, _, shape in parts.values()))
-        if source == dist.get_rank():
-            torch.cat([owned[name].tensor.detach().reshape(-1) for name in parts], out=flat)
-        dist.broadcast(flat, src=source)
-        values = flat.split([math.prod(shape) for _, _, shape in parts.values()])
-        for (name, (dim, start, shape)), value in zip(parts.items(), values, strict=True):
-            target = whole[name] if dim is None else whole[name].narrow(dim, start, shape[dim])
-            target.copy_(value.view(shape))
-    return whole
-
-
-def drifted(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> list[str]:
-    """Names of which this rank's part has other bits than the whole that their owners gave."""
-    return [name for name, piece in pieces.items() if not _same_bits(piece.tensor, piece.of(whole[name]))]
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN equals NaN here: that is another error than drift."""
-    integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.detach().contiguous().view(integers), b.contiguous().view(integers))
 
 
 def load_adapter(

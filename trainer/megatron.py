@@ -15,13 +15,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from miles_k3.adapters.update import make_update
 from miles_k3.config import AlgorithmSection, TrainerSection
 from miles_k3.errors import MilesError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.weights import ResidentBase
 from miles_k3.trainer import distributed, lora
-from miles_k3.trainer.adapter_shards import assemble, drifted, exported_pieces, load_adapter
+from miles_k3.trainer.adapter_export import export, whole_tensors
+from miles_k3.trainer.adapter_shards import exported_pieces, load_adapter
 from miles_k3.trainer.build import build_model
 from miles_k3.trainer.checkpoint import Checkpoints, Writing
 from miles_k3.trainer.loss import LossOutput, finalize_metrics, merge_sums, policy_loss
@@ -115,8 +115,8 @@ class MegatronTrainer:
         outputs = self._mini_batch(mini, self._works(mini.micro_batches, temperature), force_all_reduce=True)
         like = {p: vars(p)["main_grad"] for stage in self.stages for p in stage.parameters() if p.requires_grad}
         pieces = exported_pieces(self.stages, self.ranks, like)
-        whole = assemble(pieces, self._factory.layout, self.ranks)
-        return math.fsum(float(out.loss) for out in outputs), {name: grad.clone() for name, grad in whole.items()}
+        whole = whole_tensors(pieces, self._factory.layout, self.world)
+        return math.fsum(float(out.loss) for out in outputs), whole
 
     def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[Tensor]:
         """Log-probabilities of tokens 1.. of each sequence: fp32 [len - 1] each, on the CPU."""
@@ -137,22 +137,13 @@ class MegatronTrainer:
                 result[index] = part.clone()
         return result
 
-    def export_adapter(self) -> AdapterUpdate:
-        """The whole adapter, assembled from all ranks' shards, on every rank.
-
-        Raises MilesError, on all ranks, when copies that should be equal have drifted apart.
-        """
+    def export_adapter(self, experts: range | None = None) -> AdapterUpdate:
+        """The whole adapter, put together from all ranks' parts, or the shard with the factors of `experts`; see
+        `adapter_export.export`."""
         pieces = exported_pieces(self.stages, self.ranks)
-        whole = assemble(pieces, self._factory.layout, self.ranks)
-        apart = self.world.gather(drifted(pieces, whole)) if self.world.size > 1 else []
-        if names := [name for rank in apart for name in rank]:
-            ranks = [rank for rank, found in enumerate(apart) if found]
-            raise MilesError(
-                f"copies of the adapter have drifted apart on ranks {ranks}, first of all {names[0]} ({len(names)} "
-                "tensors): a gradient was reduced on some ranks only, or a device computes wrongly; go on from the "
-                "last checkpoint with --resume"
-            )
-        return make_update(self._version, self.adapter, whole)
+        return export(
+            pieces, self._factory.layout, self.world, version=self._version, config=self.adapter, experts=experts
+        )
 
     def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill every rank's factors from a whole adapter; see `adapter_shards.load_adapter`."""

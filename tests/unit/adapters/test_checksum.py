@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from miles_k3.adapters import checksum
-from miles_k3.adapters.checksum import BLOCK_WORDS, checksums, streamed_checksum
+from miles_k3.adapters.checksum import BLOCK_WORDS, checksums, joined_checksum, streamed_checksum, stretch_sums
 
 M64 = (1 << 64) - 1
 SIZES = [0, 1, 2, 3, 4, 7, 4 * BLOCK_WORDS - 1, 4 * BLOCK_WORDS, 4 * BLOCK_WORDS + 5, 13 * BLOCK_WORDS + 2]
@@ -48,6 +48,18 @@ def test_the_formula_in_plain_integers() -> None:
 def test_pieces_are_the_whole(cut: int) -> None:
     whole = drawn(9 * BLOCK_WORDS + 3)[: 40 * cut]
     assert [streamed_checksum(whole.split(cut))] == checksums([whole])
+
+
+@pytest.mark.parametrize("size", [6, 1000, 4 * BLOCK_WORDS, 9 * BLOCK_WORDS + 3])
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_stretches_add_up_to_the_whole(size: int, parts: int) -> None:
+    """Wherever they begin, also within a word or a block, and whoever has summed them up."""
+    whole = drawn(size)
+    ends = sorted({0, size, *(size * k // parts for k in range(parts)), min(size, 3), size - 1})
+    cuts = list(itertools.pairwise(ends))
+    found = [(first, sums.numpy()) for first, sums in (stretch_sums(whole[a:b].clone(), a) for a, b in cuts)]
+    assert [joined_checksum(found[::-1])] == checksums([whole])
+    assert [joined_checksum(found[1:])] != checksums([whole])
 
 
 def test_dtypes_and_views_are_their_bytes() -> None:
