@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_k3.k3.kernels.launch import dependent, power_of_two, wait_for_inputs
+from miles_k3.k3.kernels.launch import check_whole, dependent, power_of_two, wait_for_inputs
 from miles_k3.k3.ops.attn_res import KEY_EPS
 
 
@@ -39,6 +39,7 @@ def attn_res_norm(rows_NTH: Tensor, num_banked: int, query_H: Tensor, norm_weigh
     """
     if tap_TH is not None and (tap_TH.stride(1) != 1 or tap_TH.dtype != rows_NTH.dtype):
         raise ValueError(f"taps of {tap_TH.dtype} and strides {tap_TH.stride()}; expected {rows_NTH.dtype}, stride 1")
+    check_whole(row_TH=rows_NTH[0], **({} if output_TH is None else {"output_TH": output_TH}))
     if (output_TH is None) != (write is Write.NOTHING):
         raise ValueError(f"write is {write.name} and the output is {'missing' if output_TH is None else 'given'}")
     banked = num_banked + (write is Write.BANK)

@@ -24,7 +24,7 @@ from torch import Tensor
 from miles_k3.k3.kernels.expert_lora import front_low
 from miles_k3.k3.kernels.expert_tiles import down_kernel, gate_up_kernel
 from miles_k3.k3.kernels.grouped_mxfp4 import Shape, forward_shape, uses_assembly
-from miles_k3.k3.kernels.launch import dependent, dividing_block, power_of_two, wait_for_inputs
+from miles_k3.k3.kernels.launch import check_whole, dependent, dividing_block, power_of_two, wait_for_inputs
 from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts, nibble_order
 from miles_k3.k3.kernels.tiles import SMALL_ROWS, Routed, dispatch
 from miles_k3.k3.ops.lora import ExpertLoraTerm
@@ -46,8 +46,9 @@ def fused_experts(
 
     w13 [E, 2I, Z] holds w1 (gate) rows then w3 (up) rows; w2 [E, Z, I]; Z and I are multiples of 64. All terms
     have one rank. Nothing waits for the device and no size depends on the routing, so that
-    a CUDA graph may hold it.
+    a CUDA graph may hold it. Raises ValueError on inputs with gaps.
     """
+    check_whole(z_TZ=z_TZ, weights_TK=weights_TK, experts_TK=experts_TK)
     top_k, out = experts_TK.shape[1], z_TZ.new_empty(z_TZ.shape[0], w2.out_width)
     if not z_TZ.shape[0]:
         return out

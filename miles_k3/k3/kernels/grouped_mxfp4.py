@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_k3.k3.kernels.launch import BLACKWELL, INTERPRETED, capability, dividing_block, power_of_two
+from miles_k3.k3.kernels.launch import (
+    BLACKWELL,
+    INTERPRETED,
+    capability,
+    check_whole,
+    dividing_block,
+    power_of_two,
+)
 from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts, nibble_order, side_by_side, unpack
 from miles_k3.k3.kernels.tiles import Tiles
 
@@ -87,7 +94,7 @@ def backward_shape(num_rows: int, num_experts: int) -> Shape:
 def grouped_mxfp4(x_MD: Tensor, weight: PackedExperts, ends_E: Tensor, shape: Shape | None = None) -> Tensor:
     """[M, D] -> [M, O]: rows of segment e (which ends at `ends_E[e]`) times weight e transposed, summed in fp32.
 
-    x is bfloat16 or float32, contiguous. Empty segments are fine; nothing waits for the device.
+    x is bfloat16 or float32; its rows may be strided. Empty segments are fine; nothing waits for the device.
     """
     shape = shape or forward_shape(x_MD.shape[0], weight.num_experts)
     out = x_MD.new_empty(x_MD.shape[0], weight.out_width)
@@ -107,7 +114,11 @@ def grouped_mxfp4(x_MD: Tensor, weight: PackedExperts, ends_E: Tensor, shape: Sh
 def grouped_mxfp4_transposed(
     dy_MO: Tensor, weight: PackedExperts, ends_E: Tensor, shape: Shape | None = None
 ) -> Tensor:
-    """[M, O] -> [M, D]: a gradient's rows times their own expert's weight, summed over O in fp32."""
+    """[M, O] -> [M, D]: a gradient's rows times their own expert's weight, summed over O in fp32.
+
+    Raises ValueError where rows have gaps between them.
+    """
+    check_whole(dy_MO=dy_MO)
     shape = shape or backward_shape(dy_MO.shape[0], weight.num_experts)
     out = dy_MO.new_empty(dy_MO.shape[0], weight.in_width)
     if not dy_MO.shape[0]:

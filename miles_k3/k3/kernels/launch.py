@@ -9,6 +9,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -45,6 +46,16 @@ def capability() -> int:
         return 0
     target: Any = triton.runtime.driver.active.get_current_target()
     return int(target.arch)
+
+
+def check_whole(**tensors: Tensor) -> None:
+    """Raises ValueError for a tensor that has gaps between its rows, where a kernel takes none."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} has strides {tensor.stride()}, and the kernel reads it without gaps: "
+                "hand over .contiguous()"
+            )
 
 
 def power_of_two(size: int, *, at_least: int = 1, at_most: int = 1 << 30) -> int:

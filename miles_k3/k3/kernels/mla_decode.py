@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from miles_k3.k3.kernels.launch import BLACKWELL, INTERPRETED, capability, dependent, power_of_two, wait_for_inputs
+from miles_k3.k3.kernels.launch import (
+    BLACKWELL,
+    INTERPRETED,
+    capability,
+    check_whole,
+    dependent,
+    power_of_two,
+    wait_for_inputs,
+)
 from miles_k3.k3.kernels.online_softmax import accumulate
 
 TARGET_PROGRAMS = 264  # two for each of an H200's multiprocessors
@@ -43,6 +51,7 @@ def paged_read(q_BNL: Tensor, cache_KGL: Tensor, page_BP: Tensor, length_B: Tens
     Pages and tokens of the pool may have any stride between them, rows [L] are contiguous; all pages of `page_BP`
     within a sequence's length are valid.
     """
+    check_whole(q_BNL=q_BNL)
     batch, heads, width = q_BNL.shape
     page_size, most = cache_KGL.shape[1], page_BP.shape[1] * cache_KGL.shape[1]
     # Measured: a short context is a chain of latencies, so many small programs; a long one reads each row less often.

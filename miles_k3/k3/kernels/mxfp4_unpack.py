@@ -96,18 +96,27 @@ def side_by_side(w0, w1, w2, w3, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _reorder(x_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
+def _reorder(x_ptr, out_ptr, size, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
     wait_for_inputs(PDL)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)
     ok = first + place < size
-    tl.store(out_ptr + first + place, tl.load(x_ptr + first + nibble_source(place), mask=ok), mask=ok)
+    source = first + nibble_source(place)
+    x = tl.load(x_ptr + source // WIDTH * row_stride + source % WIDTH, mask=ok)
+    tl.store(out_ptr + first + place, x, mask=ok)
 
 
 def nibble_order(x_MD: Tensor) -> Tensor:
-    """A copy of the contiguous [M, D] with the inputs in nibble order; D is a multiple of 64."""
-    out, block = torch.empty_like(x_MD), 2048
-    _reorder[(triton.cdiv(x_MD.numel(), block),)](x_MD, out, x_MD.numel(), BLOCK=block, num_warps=4, **dependent())
+    """A copy of [M, D] with the inputs in nibble order; D is a multiple of 64. Rows may be strided.
+
+    Raises ValueError where a row itself has gaps.
+    """
+    if x_MD.stride(1) != 1:
+        raise ValueError(f"x {tuple(x_MD.shape)} has strides {x_MD.stride()}: expected rows without gaps")
+    out, block = torch.empty(x_MD.shape, dtype=x_MD.dtype, device=x_MD.device), 2048
+    _reorder[(triton.cdiv(x_MD.numel(), block),)](
+        x_MD, out, x_MD.numel(), x_MD.stride(0), WIDTH=x_MD.shape[1], BLOCK=block, num_warps=4, **dependent()
+    )  # fmt: skip
     return out
 
 

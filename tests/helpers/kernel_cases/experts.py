@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from helpers.kernel_cases.common import Draw, case, near
 from torch import Tensor
 
 from miles_k3.k3.kernels import grouped_mxfp4 as grouped
+from miles_k3.k3.kernels.attn_res_norm import Write, attn_res_norm
 from miles_k3.k3.kernels.fused_experts import fused_experts
 from miles_k3.k3.kernels.grouped_mxfp4 import Shape, grouped_mxfp4_linear
+from miles_k3.k3.kernels.mla_decode import paged_read
 from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts
 from miles_k3.k3.kernels.router import choose_experts
 from miles_k3.k3.kernels.tiles import Tiles, dispatch
@@ -52,6 +55,31 @@ def grouped_mxfp4(device: torch.device, dtype: torch.dtype) -> None:
                 near(grouped.grouped_mxfp4(x.detach(), weight, ends, shape), expected, dtype)
             for shape in (SMALL, TWO_PARTS):
                 near(grouped.grouped_mxfp4_transposed(grad, weight, ends, shape), expected_dx, dtype)
+
+
+@case
+def rows_with_gaps(device: torch.device, dtype: torch.dtype) -> None:
+    """Columns of a wider tensor: the same result, or a refusal where the kernel wants them without gaps."""
+    draw, ends = Draw(device, dtype, 0), torch.tensor([3, 3, 20], device=device).int()
+    weight = PackedExperts.of(*draw.packed(3, 64, 128))
+    wide = draw.normal(20, 300)
+    x = wide[:, 64:192]
+    assert torch.equal(grouped.grouped_mxfp4(x, weight, ends), grouped.grouped_mxfp4(x.contiguous(), weight, ends))
+    every_second, one_wide = wide[:, ::2], draw.normal(20, 2, 128)[:, 0]
+    packs = PackedExperts.of(*draw.packed(3, 128, 64)), PackedExperts.of(*draw.packed(3, 64, 64))
+    chosen, weights = draw.chosen(20, 2, 3), draw.normal(20, 2).float()
+    betas = {"situ_beta": 4.0, "situ_linear_beta": 25.0}
+    bank, norm, pages = draw.normal(3, 20, 128), draw.normal(128), draw.integers(0, 2, 2).int()
+    for refused in (
+        lambda: grouped.grouped_mxfp4(every_second[:, :128], weight, ends),
+        lambda: grouped.grouped_mxfp4_transposed(wide[:, :64], weight, ends),
+        lambda: fused_experts(wide[:, :64], weights, chosen, *packs, **betas),
+        lambda: fused_experts(wide[:, :64].contiguous(), weights.t().contiguous().t(), chosen, *packs, **betas),
+        lambda: attn_res_norm(bank, 1, norm.float(), norm, 1e-5, one_wide, Write.ADD),
+        lambda: paged_read(draw.normal(2, 4, 160)[..., :80], draw.normal(2, 16, 80), pages[:, None], pages, 64, 0.1),
+    ):
+        with pytest.raises(ValueError, match="gaps"):
+            refused()
 
 
 @case
@@ -160,25 +188,33 @@ def router(device: torch.device, dtype: torch.dtype) -> None:
 
 @case
 def experts_of_the_trainer(device: torch.device, dtype: torch.dtype) -> None:
-    """`expert_rows` on packed codes against itself on unpacked weights: the output and every gradient."""
+    """`expert_rows` on packed codes against itself on unpacked weights: the output and every gradient.
+
+    As the layer calls it: the rows and their low products are columns of one tensor, which other rows lie between.
+    """
     experts, latent, inner, rank, scaling = 4, 64, 64, 8, 0.7
     draw = Draw(device, dtype, 0)
     w13, w2 = draw.packed(experts, 2 * inner, latent), draw.packed(experts, latent, inner)
     ends = torch.tensor([3, 3, 20, 26], device=device).cumsum(0).int()
     rows = int(ends[-1])
-    factors = Factors(
-        draw.normal(rows, rank), draw.normal(rows, rank), draw.normal(experts, inner, rank),
-        draw.normal(experts, inner, rank), draw.normal(experts, rank, inner) / 8, draw.normal(latent, rank),
+    factors = (
+        draw.normal(experts, inner, rank), draw.normal(experts, inner, rank), draw.normal(experts, rank, inner) / 8,
+        draw.normal(latent, rank),
     )  # fmt: skip
-    x, weight, grad = draw.normal(rows, latent), draw.normal(rows).float().sigmoid(), draw.normal(rows, latent)
+    wide, weight, grad = (
+        draw.normal(rows, latent + 2 * rank),
+        draw.normal(rows).float().sigmoid(),
+        draw.normal(rows, latent),
+    )
     found = []
     for takes in (False, True):
         bank = ExpertBank(*w13, *w2)
-        inputs = [t.clone().requires_grad_() for t in (x, weight, *factors)]
+        inputs = [t.clone().requires_grad_() for t in (wide, weight, *factors)]
         before, trainer_experts.takes_kernels = trainer_experts.takes_kernels, lambda _, takes=takes: takes
         try:
-            lora = Factors(*inputs[2:])
-            out = trainer_experts.expert_rows(inputs[0], inputs[1], ends, bank, (4.0, 25.0), scaling, lora)
+            x, *low = inputs[0].split([latent, rank, rank], dim=-1)
+            lora = Factors(*low, *inputs[2:])
+            out = trainer_experts.expert_rows(x, inputs[1], ends, bank, (4.0, 25.0), scaling, lora)
             found.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
         finally:
             trainer_experts.takes_kernels = before
