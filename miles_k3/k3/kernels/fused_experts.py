@@ -48,7 +48,7 @@ def fused_experts(
     have one rank. Nothing waits for the device and no size depends on the routing, so that
     a CUDA graph may hold it. Raises ValueError on inputs with gaps.
     """
-    check_whole(z_TZ=z_TZ, weights_TK=weights_TK, experts_TK=experts_TK)
+    check_whole(z_TZ=z_TZ, weights_TK=weights_TK)
     top_k, out = experts_TK.shape[1], z_TZ.new_empty(z_TZ.shape[0], w2.out_width)
     if not z_TZ.shape[0]:
         return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -68,13 +69,13 @@ def rows_with_gaps(device: torch.device, dtype: torch.dtype) -> None:
     every_second, one_wide = wide[:, ::2], draw.normal(20, 2, 128)[:, 0]
     packs = PackedExperts.of(*draw.packed(3, 128, 64)), PackedExperts.of(*draw.packed(3, 64, 64))
     chosen, weights = draw.chosen(20, 2, 3), draw.normal(20, 2).float()
-    betas = {"situ_beta": 4.0, "situ_linear_beta": 25.0}
+    fused = partial(fused_experts, situ_beta=4.0, situ_linear_beta=25.0)
     bank, norm, pages = draw.normal(3, 20, 128), draw.normal(128), draw.integers(0, 2, 2).int()
     for refused in (
         lambda: grouped.grouped_mxfp4(every_second[:, :128], weight, ends),
         lambda: grouped.grouped_mxfp4_transposed(wide[:, :64], weight, ends),
-        lambda: fused_experts(wide[:, :64], weights, chosen, *packs, **betas),
-        lambda: fused_experts(wide[:, :64].contiguous(), weights.t().contiguous().t(), chosen, *packs, **betas),
+        lambda: fused(wide[:, :64], weights, chosen, *packs),
+        lambda: fused(wide[:, :64].contiguous(), weights.t().contiguous().t(), chosen, *packs),
         lambda: attn_res_norm(bank, 1, norm.float(), norm, 1e-5, one_wide, Write.ADD),
         lambda: paged_read(draw.normal(2, 4, 160)[..., :80], draw.normal(2, 16, 80), pages[:, None], pages, 64, 0.1),
     ):

@@ -15,6 +15,7 @@ from miles_k3.rollout.embedded.fused.graphs.verify import Shape, verify_fields
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_kernels_and_recorded_steps_equal_the_plain_engine() -> None:
     """The bare base, one adapter, and two versions beside the base; chunks beside decodes; NaN in all free memory.
 
