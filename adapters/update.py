@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from math import isfinite
 
 import torch
@@ -17,8 +17,22 @@ from miles_k3.types import AdapterConfig, AdapterUpdate, Shard
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_LISTED = 12  # names listed in one error; the rest is counted
-_REMEMBERED = 4  # updates made in this process whose hashes are known to hold; only some numbers of each are kept
-_hashed_here: dict[str, tuple[object, ...] | None] = {}
+_REMEMBERED = 4  # updates made in this process; of each only some numbers are kept
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Known:
+    """What was found out about an update's memory as it was hashed here; it holds until somebody writes there.
+
+    `finite`: names of tensors without NaN and infinity; `one_a`: (gate, up) whose A factors are equal.
+    """
+
+    fingerprint: tuple[object, ...]
+    finite: frozenset[str]
+    one_a: frozenset[tuple[str, str]]
+
+
+_known_here: dict[str, _Known] = {}
 
 
 def make_update(version: int, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> AdapterUpdate:
@@ -51,10 +65,19 @@ def as_shard(
 
 
 def remember(update: AdapterUpdate) -> None:
-    """The hash of what `update` holds was computed just now: on a GPU it isn't again while nobody writes there."""
-    _hashed_here[_own_sha256(update)] = _fingerprint(update)
-    while len(_hashed_here) > _REMEMBERED:
-        del _hashed_here[next(iter(_hashed_here))]
+    """The hash of what `update` holds was computed just now: on a GPU nothing of it is read again to be judged, while
+    nobody writes there. An engine that decodes would have to wait for that."""
+    fingerprint, tensors = _fingerprint(update), update.tensors
+    if fingerprint is None:
+        return
+    equal = (pair for pair in gate_up_pairs(tensors) if _equal(*(tensors.get(name) for name in pair)))
+    _known_here[_own_sha256(update)] = _Known(fingerprint, frozenset(finite_names(tensors)), frozenset(equal))
+    while len(_known_here) > _REMEMBERED:
+        del _known_here[next(iter(_known_here))]
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _own_sha256(update: AdapterUpdate) -> str:
@@ -78,10 +101,10 @@ def on_gpu(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _is_hashed(update: AdapterUpdate) -> bool:
-    """Whether this very memory was hashed in this process, and has not been written to since."""
-    seen = _hashed_here.get(_own_sha256(update))
-    return seen is not None and seen == _fingerprint(update)
+def _known(update: AdapterUpdate) -> _Known | None:
+    """Where this very memory was hashed in this process, and has not been written to since."""
+    seen = _known_here.get(_own_sha256(update))
+    return seen if seen is not None and seen.fingerprint == _fingerprint(update) else None
 
 
 def adapter_sha256(version: int, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -107,17 +130,18 @@ def verify_update(
     line.
     """
     held = layout if update.shard is None else held_layout(layout, update.shard.experts)
+    plain = all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in update.tensors.values())
+    known = _known(update) if plain else None
     problems = [
         *_number_findings(update, max_rank, expected_version),
         *_share_findings(update, experts),
         *key_findings(update.tensors, held),
-        *_tensor_findings(update.tensors, held),
+        *_tensor_findings(update.tensors, held, finite_names(update.tensors) if known is None else known.finite),
         *(_memory_findings(update.tensors) if update.shard is None else _flat_findings(update.tensors, update.shard)),
     ]
     if update.config.share_gate_up_a:
-        problems += _shared_a_findings(update.tensors, held)
-    plain = all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in update.tensors.values())
-    if plain and not _is_hashed(update) and (update.shard is None or not problems):
+        problems += _shared_a_findings(update.tensors, held, frozenset() if known is None else known.one_a)
+    if plain and known is None and (update.shard is None or not problems):
         found, announced = _hash_again(update, layout), _own_sha256(update)
         if found != announced:
             problems.append(
@@ -199,8 +223,9 @@ def listed(names: Sequence[str], total: int | None = None) -> str:
     return shown if total <= MAX_LISTED else f"{shown} and {total - MAX_LISTED} more"
 
 
-def _tensor_findings(tensors: Mapping[str, torch.Tensor], layout: Mapping[str, AdapterTensor]) -> Iterator[str]:
-    finite = finite_names(tensors)
+def _tensor_findings(
+    tensors: Mapping[str, torch.Tensor], layout: Mapping[str, AdapterTensor], finite: Set[str]
+) -> Iterator[str]:  # fmt: skip
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             yield f"has {name} as {type(tensor).__name__}; expected a plain dense tensor"
@@ -257,8 +282,10 @@ def _memory_findings(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
             yield f"has {name} as a live parameter (it requires grad); hand over a detached copy, use make_update"
 
 
-def _shared_a_findings(tensors: Mapping[str, torch.Tensor], layout: Mapping[str, AdapterTensor]) -> Iterator[str]:
-    for gate, up in gate_up_pairs(layout):
+def _shared_a_findings(
+    tensors: Mapping[str, torch.Tensor], layout: Mapping[str, AdapterTensor], equal: Set[tuple[str, str]]
+) -> Iterator[str]:  # fmt: skip
+    for gate, up in (pair for pair in gate_up_pairs(layout) if pair not in equal):
         a, b = tensors.get(gate), tensors.get(up)
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.shape != b.shape:
             continue  # already reported

@@ -234,19 +234,20 @@ def _prefill(engine: EmbeddedEngine, tokens: int, seed: int) -> None:
 def bench_swap(base: ResidentBase, ceilings: Ceilings, batch: int = 8, swaps: int = 8) -> Iterator[Row]:
     """A whole adapter into the idle slot while requests decode. Floor: its bytes read and written once each.
 
-    The update is made beforehand: what is timed is `load_adapter`, on an idle device and between decode steps.
+    Each update is made just before, as a step makes it: what is timed is `load_adapter`, on an idle device and between
+    decode steps.
     """
     engine = bench_engine(base, max_running=batch, context=256, new_tokens=512)
-    updates = [random_update(engine, version) for version in range(2 * swaps + 1)]
-    engine.load_adapter(updates[0])
-    num_bytes = update_bytes(updates[0])
+    engine.load_adapter(first := random_update(engine))
+    num_bytes = update_bytes(first)
     floor = ceilings.floor_ms(2 * num_bytes, 0)
     shape = f"{num_bytes / 1e9:.3f} GB, rank {CONFIG.rank}"
     idle, stalls, usual = [], [], []
-    for update in updates[1 : swaps + 1]:
-        idle += wall_ms(partial(engine.load_adapter, update), 1)
+    for version in range(1, swaps + 1):
+        idle += wall_ms(partial(engine.load_adapter, random_update(engine, version)), 1)
     yield Row(kernel="swap, idle device", shape=shape, ms=statistics.median(idle), floor_ms=floor)
-    for update in updates[swaps + 1 :]:
+    for version in range(swaps + 1, 2 * swaps + 1):
+        update = random_update(engine, version)
         requests = decoding(engine, batch, 256)  # of the version before: their slot is free again when they have ended
         usual.append(step_ms(engine, 8))
         engine.runner.step()

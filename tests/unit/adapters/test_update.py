@@ -248,3 +248,30 @@ def test_memory_that_was_hashed_here_is_not_hashed_again_until_written_to(
     other = replace(make_update(0, adapter, tensors), version=1)
     with pytest.raises(AdapterError, match="sha256"):
         verify_update(other, layout, max_rank=2, expected_version=None)
+
+
+def test_what_was_judged_here_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for NaN nor for one A of gate and up: a device would be waited for. What was wrong is still refused."""
+    from miles_k3.adapters import update as module
+
+    config, adapter = tiny_config(), AdapterConfig(rank=2, alpha=4.0)
+    layout, tensors = adapter_layout(config, adapter), tiny_adapter(config, adapter)
+    monkeypatch.setattr(module, "on_gpu", lambda _: True)
+    gate, up = gate_up_pairs(layout)[0]
+    good = make_update(0, adapter, tensors)
+    bad = make_update(0, adapter, {**tensors, O_PROJ: torch.full_like(tensors[O_PROJ], float("nan"))})
+    apart = make_update(0, adapter, {**tensors, up: tensors[gate] + 1})
+
+    def refused(*_: object) -> None:
+        raise AssertionError("a tensor was read again")
+
+    for name in ("finite_names", "is_finite"):
+        monkeypatch.setattr(module, name, refused)
+    monkeypatch.setattr(module.torch, "equal", refused)
+    verify_update(good, layout, max_rank=2, expected_version=None)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "on_gpu", lambda _: True)
+    with pytest.raises(AdapterError, match="non-finite"):
+        verify_update(bad, layout, max_rank=2, expected_version=None)
+    with pytest.raises(AdapterError, match="export one A twice"):
+        verify_update(apart, layout, max_rank=2, expected_version=None)
