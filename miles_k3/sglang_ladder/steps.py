@@ -17,9 +17,16 @@ def steps() -> dict[str, Callable[[Path, Report], None]]:
     from miles_k3.sglang_ladder.wide import wide_base, wide_lora, wide_lora_blocks
 
     return {
-        "golden": golden, "golden-eager": golden_eager, "wide-base": wide_base, "wide-lora": wide_lora,
-        "wide-lora-blocks": wide_lora_blocks, "rl": ten_steps,
+        "kernels": kernels, "golden": golden, "golden-eager": golden_eager, "wide-base": wide_base,
+        "wide-lora": wide_lora, "wide-lora-blocks": wide_lora_blocks, "rl": ten_steps,
     }  # fmt: skip
+
+
+def kernels(_: Path, report: Report) -> None:
+    """What nvcc has to make on a machine that has none of it yet."""
+    from miles_k3.rollout.sglang.kernels import compile_ahead
+
+    report.note(compile_s=round(compile_ahead(expert_parallel=False), 1))
 
 
 def dry_run(chosen: Sequence[str], work: Path) -> Iterator[str]:
@@ -28,6 +35,9 @@ def dry_run(chosen: Sequence[str], work: Path) -> Iterator[str]:
     from miles_k3.sglang_ladder.ten_steps import small_model, small_recipe
 
     for step in chosen:
+        if step == "kernels":
+            yield f"{step}: nothing but nvcc"
+            continue
         if step.startswith("golden"):
             folder = golden_checkpoint(work)
             detail = f"{len(golden_adapter(folder))} adapter tensors"

@@ -24,6 +24,7 @@ from miles_k3.rollout.sglang.backend import OnProgress, SglangGoneError
 from miles_k3.rollout.sglang.bucket import LOAD_FORMAT, serialized
 from miles_k3.rollout.sglang.hooks import hook_names
 from miles_k3.rollout.sglang.hooks.report import KEY
+from miles_k3.rollout.sglang.kernels import compile_ahead
 from miles_k3.rollout.sglang.versions import installed_version, version_problem
 from miles_k3.rollout.sglang.visible import make_visible
 from miles_k3.types import AdapterUpdate
@@ -48,6 +49,8 @@ class RunningSglang:
         """
         if problem := version_problem(installed_version()):
             raise EngineError(problem)
+        if torch.cuda.is_available() and arguments.get("moe_runner_backend") == "marlin":
+            compile_ahead(expert_parallel=int(arguments.get("ep_size", 1)) > 1)
         self._config = config
         self._folder = make_visible()
         _failed.clear()
