@@ -81,8 +81,8 @@ class TaskSection(Section):
     on_bad_prompt: Literal["error", "skip"] = Field(
         default="error", description="Malformed lines and overlong prompts."
     )
-    scorer: Literal["auto", "math", "exact"] = Field(
-        default="auto", description="jsonl only: math-verify or exact match; auto is math."
+    scorer: Literal["auto", "math", "exact", "length"] = Field(
+        default="auto", description="jsonl only: math-verify, exact match or number of characters; auto is math."
     )
     reward_timeout_s: float = Field(
         default=5.0, gt=0.0, le=86400.0, description="Wall-clock limit of one grading; then reward 0, counted."

@@ -83,6 +83,20 @@ class MathGrader:
         return float(any(verify(gold, target, timeout_seconds=None) for target in _targets(answer)))
 
 
+class LengthGrader:
+    """1 where the answer has as many characters as expected, less by the share that it has too many or too few.
+
+    Something that a model of random weights, which says nothing sensible, can be rewarded for and learn.
+    """
+
+    def prepare(self) -> None:
+        """Nothing to import."""
+
+    def score(self, prompt: Prompt, text: str) -> float:
+        expected = int(prompt.answer)
+        return max(0.0, 1.0 - abs(len(extract_answer(text)) - expected) / expected)
+
+
 def _parse(text: str) -> list[Any]:
     from math_verify import parse
 

@@ -1,11 +1,11 @@
-"""`jsonl:<path>`: a file of prompts and answers, shuffled anew each epoch, graded by math-verify or exact match."""
+"""`jsonl:<path>`: a file of prompts and answers, shuffled anew each epoch, and the ways to grade them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from miles_k3.config import TaskSection
 from miles_k3.errors import CheckpointError, ConfigError, DataError
 from miles_k3.rollout.tasks.common import PromptEncoder, check_param_names, stable_hash, state_value
-from miles_k3.rollout.tasks.grading import ExactGrader, Grader, MathGrader, grade_with
+from miles_k3.rollout.tasks.grading import ExactGrader, Grader, LengthGrader, MathGrader, grade_with
 from miles_k3.rollout.tasks.jsonl_rows import Row, read_rows, split_source
 from miles_k3.types import Grade, Prompt
 
@@ -81,6 +81,9 @@ class JsonlTask:
         self._sha256 = _hash_rows(self._rows)
         self._cursor = 0
         self._order: tuple[int, list[int]] = (-1, [])
+        if section.scorer == "length":
+            _refuse_no_lengths(self._rows, self._file)
+            _refuse_no_lengths(self._eval_rows, self._eval_file)
         self.grader: Grader = _grader(section.scorer)
 
     @property
@@ -148,7 +151,7 @@ class JsonlTask:
         return Prompt(id=prompt_id, text=row.question, token_ids=token_ids, answer=row.answer)
 
     def grade(self, prompt: Prompt, text: str) -> Grade:
-        """Score one answer by math-verify or exact match, as `task.scorer` says."""
+        """Score one answer as `task.scorer` says."""
         return grade_with(self.grader, prompt, text)
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,8 +183,19 @@ class JsonlTask:
         self._cursor = cursor
 
 
-def _grader(scorer: Literal["auto", "math", "exact"]) -> Grader:
+def _grader(scorer: Literal["auto", "math", "exact", "length"]) -> Grader:
+    if scorer == "length":
+        return LengthGrader()
     return ExactGrader() if scorer == "exact" else MathGrader()
+
+
+def _refuse_no_lengths(rows: Iterable[Row], file: Path) -> None:
+    for row in rows:
+        if not row.answer.strip().isdecimal() or not int(row.answer):
+            raise DataError(
+                f"{file}:{row.line}: the answer is {row.answer!r}, but task.scorer: length wants the number of "
+                "characters that is asked for, 1 or more"
+            )
 
 
 def _hash_rows(rows: Sequence[Row]) -> str:

@@ -154,6 +154,18 @@ def test_scorers(file):
         assert source.grade(prompt, f" {prompt.answer}") == Grade(reward=1.0)
 
 
+def test_length_is_rewarded_by_how_near_it_is(tmp_path):
+    rows = tmp_path / "lengths.jsonl"
+    rows.write_text('{"prompt": "ten", "answer": 10}\n')
+    source = task(rows, scorer="length")
+    (prompt,) = source.next(1)
+    for answer, reward in (("x" * 10, 1.0), ("x" * 8, 0.8), ("x" * 13, 0.7), ("", 0.0), ("x" * 40, 0.0)):
+        assert source.grade(prompt, answer).reward == pytest.approx(reward)
+    rows.write_text('{"prompt": "ten", "answer": 10}\n{"prompt": "none", "answer": "0"}\n')
+    with pytest.raises(DataError, match=r"lengths.jsonl:2: the answer is '0', but task.scorer: length wants"):
+        task(rows, scorer="length")
+
+
 def test_a_moved_file_resumes(tmp_path, file):
     source = task(file)
     source.next(7)
