@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from miles_k3.types import AdapterConfig, AdapterUpdate
 
 BASE_VERSION = -1  # the model with the adapter off; always live
 BASE_SLOT = -1
+_Layout = tuple[dict[str, AdapterTensor], dict[str, tuple[AdapterTensor, AdapterTensor]]]
 
 
 class Factors(NamedTuple):
@@ -57,10 +59,10 @@ class AdapterSlot:
         """The pair of a module by its full name; KeyError when the adapter does not target it."""
         return self.factors[module]
 
-    def fill(self, update: AdapterUpdate, layout: dict[str, AdapterTensor]) -> None:
-        """Copy a verified update in place. On an error the slot stays empty (`version` None)."""
+    def fill(self, update: AdapterUpdate, sources: Mapping[str, tuple[AdapterTensor, AdapterTensor]]) -> None:
+        """Copy a verified update in place; `sources` as of `by_module`. On an error the slot stays empty (`version`
+        None)."""
         self.version = None
-        sources = by_module(layout)
         copies = [
             (target, update.tensors[expected.name], expected.rank_dim)
             for module, pair in self.factors.items()
@@ -124,6 +126,7 @@ class AdapterStore:
         self.max_rank = max_rank
         self.slots = [AdapterSlot(i, config, max_rank, dtype, torch.device(device)) for i in range(num_slots)]
         self._current: AdapterSlot | None = None
+        self._layout: tuple[AdapterConfig, _Layout] | None = None
         self._slot_of: dict[int, int] = {BASE_VERSION: BASE_SLOT}
         self._users: Counter[int] = Counter()
         self._lock = threading.Lock()  # guards who uses which slot; never held while tensors move
@@ -180,18 +183,25 @@ class AdapterStore:
         Raises AdapterError; the current version and its tensors are then as they were.
         """
         with self._loading:
-            layout = adapter_layout(self._config, update.config)
+            layout, sources = self._layout_of(update.config)
             expected = None if self._current is None else self.current_version + 1
             verify_update(update, layout, max_rank=self.max_rank, expected_version=expected)
             slot = self._claim(update.version)
             try:
-                slot.fill(update, layout)
+                slot.fill(update, sources)
             except RuntimeError as e:
                 raise AdapterError(f"adapter v{update.version} could not be copied: {e}; {self._staying()}") from e
             with self._lock:
                 slot.version = update.version
                 self._slot_of[update.version] = slot.index
                 self._current = slot
+
+    def _layout_of(self, config: AdapterConfig) -> _Layout:
+        """Of the last config it is remembered: the whole K3 has 1,800 tensors to name, and a swap comes each step."""
+        if self._layout is None or self._layout[0] != config:
+            layout = adapter_layout(self._config, config)
+            self._layout = config, (layout, by_module(layout))
+        return self._layout[1]
 
     def _claim(self, version: int) -> AdapterSlot:
         """Take the idle slot off the live versions, so that nobody acquires it while it is filled."""

@@ -24,12 +24,14 @@ _REMEMBERED = 4  # updates made in this process; of each only some numbers are k
 class _Known:
     """What was found out about an update's memory as it was hashed here; it holds until somebody writes there.
 
-    `finite`: names of tensors without NaN and infinity; `one_a`: (gate, up) whose A factors are equal.
+    `finite`: names of tensors without NaN and infinity; `one_a`: (gate, up) whose A factors are equal; `memory`: what
+    is wrong with how it lies in memory.
     """
 
     fingerprint: tuple[object, ...]
     finite: frozenset[str]
     one_a: frozenset[tuple[str, str]]
+    memory: tuple[str, ...]
 
 
 _known_here: dict[str, _Known] = {}
@@ -71,7 +73,9 @@ def remember(update: AdapterUpdate) -> None:
     if fingerprint is None:
         return
     equal = (pair for pair in gate_up_pairs(tensors) if _equal(*(tensors.get(name) for name in pair)))
-    _known_here[_own_sha256(update)] = _Known(fingerprint, frozenset(finite_names(tensors)), frozenset(equal))
+    _known_here[_own_sha256(update)] = _Known(
+        fingerprint, frozenset(finite_names(tensors)), frozenset(equal), tuple(_memory_findings(update))
+    )
     while len(_known_here) > _REMEMBERED:
         del _known_here[next(iter(_known_here))]
 
@@ -93,7 +97,7 @@ def _fingerprint(update: AdapterUpdate) -> tuple[object, ...] | None:
     tensors = update.tensors
     if not all(isinstance(t, torch.Tensor) and on_gpu(t) and not t.is_inference() for t in tensors.values()):
         return None
-    places = tuple((n, t.data_ptr(), t._version, t.dtype, tuple(t.shape)) for n, t in tensors.items())
+    places = tuple((n, t.data_ptr(), t._version, t.dtype, t.shape, t.stride()) for n, t in tensors.items())
     return update.version, update.config, places
 
 
@@ -137,7 +141,7 @@ def verify_update(
         *_share_findings(update, experts),
         *key_findings(update.tensors, held),
         *_tensor_findings(update.tensors, held, finite_names(update.tensors) if known is None else known.finite),
-        *(_memory_findings(update.tensors) if update.shard is None else _flat_findings(update.tensors, update.shard)),
+        *(_memory_findings(update) if known is None else known.memory),
     ]
     if update.config.share_gate_up_a:
         problems += _shared_a_findings(update.tensors, held, frozenset() if known is None else known.one_a)
@@ -266,7 +270,11 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return isfinite(low.item()) and isfinite(high.item())
 
 
-def _memory_findings(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def _memory_findings(update: AdapterUpdate) -> Iterator[str]:
+    if update.shard is not None:
+        yield from _flat_findings(update.tensors, update.shard)
+        return
+    tensors = update.tensors
     owner: dict[tuple[torch.device, int], str] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from miles_k3.adapters.layout import adapter_layout, gate_up_pairs
+from miles_k3.adapters.layout import adapter_layout, gate_up_pairs, tensor_name
 from miles_k3.adapters.update import make_update, update_bytes
 from miles_k3.bench.measures import Ceilings, Row, device_ms, wall_ms
 from miles_k3.errors import EngineError
@@ -245,7 +245,10 @@ def bench_swap(base: ResidentBase, ceilings: Ceilings, batch: int = 8, swaps: in
     idle, stalls, usual = [], [], []
     for version in range(1, swaps + 1):
         idle += wall_ms(partial(engine.load_adapter, random_update(engine, version)), 1)
-    yield Row(kernel="swap, idle device", shape=shape, ms=statistics.median(idle), floor_ms=floor)
+    yield Row(
+        kernel="swap, idle device", shape=shape, ms=statistics.median(idle), floor_ms=floor,
+        peer="its copies alone", peer_ms=_copies_ms(engine, random_update(engine, swaps)),
+    )  # fmt: skip
     for version in range(swaps + 1, 2 * swaps + 1):
         update = random_update(engine, version)
         requests = decoding(engine, batch, 256)  # of the version before: their slot is free again when they have ended
@@ -262,6 +265,19 @@ def bench_swap(base: ResidentBase, ceilings: Ceilings, batch: int = 8, swaps: in
         peer="a step", peer_ms=statistics.median(usual),
     )  # fmt: skip
     engine.close()
+
+
+def _copies_ms(engine: EmbeddedEngine, update: AdapterUpdate) -> float | None:
+    """Of an update into a slot that nobody uses, without what the host does around it; None on a CPU."""
+    slot = next(s for s in engine.store.slots if s.version != engine.adapter_version)
+    targets, sources = [], []
+    for module, pair in slot.factors.items():
+        for factor, target in zip(("A", "B"), pair, strict=True):
+            targets.append(target)
+            sources.append(update.tensors[tensor_name(module, factor)])
+    if not targets[0].is_cuda:
+        return None
+    return device_ms(partial(torch._foreach_copy_, targets, sources), 7)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def two_layers(config: K3Config) -> K3Config:
