@@ -52,12 +52,13 @@ class Speculative:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Proposal:
-    """What a step verifies of each request: some of its drafted tokens, or none. `probs_RGV` (rejection only): what
-    the tokens of each block were drawn from."""
+    """What a step verifies of each request: some of its drafted tokens, or none. `useful_R`: how many it could keep.
+    `probs_RGV` (rejection only): what the tokens of each block were drawn from."""
 
     requests: tuple[Request, ...]
     tokens: tuple[tuple[int, ...], ...]
     confidence_RG: NDArray[np.float64]
+    useful_R: NDArray[np.int64]
     probs_RGV: Tensor | None
     drafted: Drafted
 

@@ -14,6 +14,7 @@ from miles_k3.errors import EngineError
 from miles_k3.protocols import OnTokens
 from miles_k3.rollout.cache.contract import Lease
 from miles_k3.rollout.embedded.text import Detokenizer, StopText, decode
+from miles_k3.rollout.speculative.planner.history import History
 from miles_k3.types import Completion, FinishReason, SamplingParams
 
 
@@ -54,6 +55,8 @@ class Request:
     num_cached: int = 0  # tokens whose KV and state are in the pools, or are being put there by a step in flight
     in_flight: int = 0  # tokens that steps in flight will sample
     followed: bool | None = None  # by a draft, which has the context in all of its pages then; None: not decided yet
+    drafts: bool = True  # where it is followed: whether the step to come drafts for it
+    history: History = field(default_factory=History)
     undrafted: bool = False  # whether its next token is decoded alone: a verify of it wasn't finite
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -123,6 +123,8 @@ class Runner:
         steady = steady and (self.graphs is None or self.graphs.num_recorded == num_recorded)  # which takes its time
         if self.speculator is not None and steady and step.decodes and not (step.chunks or step.ready):
             self.speculator.learn(step.decodes, settled if drafts else None, self.clock() - began)
+        if self.speculator is not None and done:
+            self.speculator.ended(done, self.scheduler)
         phase = "prefill_s" if step.chunks else "decode_s"
         self.counters["prefill_steps"] += bool(step.chunks)
         self.counters["decode_steps"] += bool(step.decodes)

@@ -35,7 +35,7 @@ from miles_k3.rollout.speculative.acceptance import AcceptMode, draft_seeds, jud
 from miles_k3.rollout.speculative.audit import CommitAudit
 from miles_k3.rollout.speculative.draft_versions import DraftVersions
 from miles_k3.rollout.speculative.planner.calibration import Calibration
-from miles_k3.rollout.speculative.planner.choice import Planner
+from miles_k3.rollout.speculative.planner.planner import Planner
 from miles_k3.rollout.speculative.replay import ReplayBuffer
 from miles_k3.rollout.speculative.serving_draft import ServingDraft
 from miles_k3.rollout.speculative.state_keeper import StateKeeper
@@ -66,6 +66,7 @@ class Speculator:
         self.replay: ReplayBuffer | None = None
         self.keeper: StateKeeper | None = None  # while somebody wants the rollouts' hidden states
         self.audit: CommitAudit | None = None  # set one to have every commit checked
+        self._drafts = False  # whether the step under way drafts a block
         self.draft_graphs: DraftGraphs | None = None
         self.drafts_ahead = True  # a graph may draft what it verifies; false where somebody stands in for `_draft`
         self.wake()
@@ -94,8 +95,12 @@ class Speculator:
 
     # --- before the forward -------------------------------------------------------------------------------------
     def wants(self, requests: Sequence[Request]) -> bool:
-        """Whether drafting pays for these, by what is known beforehand."""
-        return self.planner.should_draft(len(requests), sum(r.followed is True for r in requests))
+        """Whether drafting pays for any of these, by what is known beforehand; for whom is noted with them."""
+        followed = [r for r in requests if r.followed]
+        members_F = self.planner.members(len(requests), [r.history for r in followed]).tolist()
+        for request, drafts in zip(followed, members_F, strict=True):
+            request.drafts = drafts
+        return any(members_F)
 
     def limits(self, scheduler: Scheduler, requests: Sequence[Request]) -> NDArray[np.int64]:
         """How many tokens may be drafted behind each request's own next one: as many as it may still have, as its
@@ -105,9 +110,12 @@ class Speculator:
             positions = min(self.at.longest, request.params.max_new_tokens - len(request.token_ids))
             if prefixes is not None:
                 positions = min(positions, prefixes.to_next_track(request))
-            most.append(0 if request.undrafted or not request.followed else scheduler.room(request, positions) - 1)
+            none = request.undrafted or not request.followed or not request.drafts
+            most.append(0 if none else scheduler.room(request, positions) - 1)
             request.undrafted = False
-        return capped(np.array(most, dtype=np.int64), self.num_positions - len(requests))
+        limits_R = capped(np.array(most, dtype=np.int64), self.num_positions - len(requests))
+        self._drafts = bool(limits_R.any())
+        return limits_R
 
     def propose(
         self, memory: RequestMemory, requests: Sequence[Request], limits_R: NDArray[np.int64], sampling: SamplingBatch
@@ -150,17 +158,17 @@ class Speculator:
         """What is verified of drafted blocks; None: nothing."""
         rejects = self.at.accept is AcceptMode.REJECTION
         useful_R = np.minimum(limits_R, up_to_stop(tokens_RG, requests))
-        self.planner.calibration.observe_room(useful_R[limits_R > 0])
         # Under rejection no budget may depend on what was drafted; whatever is behind a stop token is never committed.
         known_R = limits_R if rejects else useful_R
+        self.planner.calibration.observe_room(known_R[limits_R > 0])
         verified_R = np.minimum(self.planner.plan(confidence_RG, known_R), useful_R)
         if not verified_R.any():
             return None
         tokens = tuple(tuple(row[:n].tolist()) for row, n in zip(tokens_RG, verified_R.tolist(), strict=True))
         assert self.replay is not None  # awake
         return Proposal(
-            requests=tuple(requests), tokens=tokens, confidence_RG=confidence_RG, probs_RGV=probs_RGV,
-            drafted=Drafted(tokens=tokens, replay=self.replay),
+            requests=tuple(requests), tokens=tokens, confidence_RG=confidence_RG, useful_R=useful_R,
+            probs_RGV=probs_RGV, drafted=Drafted(tokens=tokens, replay=self.replay),
         )  # fmt: skip
 
     def _draft(
@@ -249,17 +257,24 @@ class Speculator:
             else:
                 reason = FinishReason.ERROR
             settled.append(Settled(request=request, count=count, reason=reason))
-        self.planner.calibration.observe(
-            proposal.confidence_RG[sound_R], proposal.lengths[sound_R], accepted_R[sound_R]
+        histories = [r.history for r, is_sound in zip(proposal.requests, sound_R, strict=True) if is_sound]
+        self.planner.judged(
+            histories, proposal.confidence_RG[sound_R], proposal.useful_R[sound_R], proposal.lengths[sound_R],
+            accepted_R[sound_R],
         )  # fmt: skip
         self.counters["verify_steps"] += 1
         return settled
 
     def learn(self, requests: Sequence[Request], settled: Sequence[Settled] | None, seconds: float) -> None:
         """What a step that did nothing but decode `requests` brought; None: nothing was drafted in it."""
-        tokens = sum(s.count for s in settled) if settled else len(requests)
-        followed = sum(r.followed is True for r in requests)
-        self.planner.observe(len(requests), followed, drafted=settled is not None, tokens=tokens, seconds=seconds)
+        tokens = [s.count for s in settled] if settled else [1] * len(requests)
+        followed, drafted = sum(r.followed is True for r in requests), settled is not None and self._drafts
+        self.planner.observe([r.history for r in requests], tokens, followed, seconds, drafted=drafted)
+
+    def ended(self, requests: Sequence[Request], scheduler: Scheduler) -> None:
+        """These have in one step, and what runs and waits is left."""
+        ends = [(r.history, len(r.token_ids)) for r in requests]
+        self.planner.ended(ends, scheduler.num_running, bool(scheduler.waiting))
 
     def _judge(self, proposal: Proposal, logits_TV: Tensor, packed: Packed, sampling: SamplingBatch) -> Judged:
         drafted_T = put([t for block in proposal.tokens for t in (*block, 0)], self._device)

@@ -142,7 +142,7 @@ class _Scratch:
             probs[..., 0] = 1.0
         return Proposal(
             requests=tuple(requests), tokens=tokens, confidence_RG=np.ones((len(requests), size)), probs_RGV=probs,
-            drafted=Drafted(tokens=tokens, replay=self.speculator.replay),
+            useful_R=np.array([len(t) for t in tokens]), drafted=Drafted(tokens=tokens, replay=self.speculator.replay),
         )  # fmt: skip
 
     def _positions(self, requests: Sequence[Request]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from miles_k3.errors import EngineError
 from miles_k3.rollout.speculative.planner.isotonic import isotonic
 
 BINS = 20
+GOOD = 0.9  # acceptance of a position that is hardly known
 PRIOR = 8.0  # what is believed of a bin, or a position, before any observation counts as so many
 
 
@@ -71,7 +72,7 @@ class Calibration:
         What is hardly known counts as good: taken for bad, it would never be tried.
         """
         reached, accepted = self.reached_GE.sum(1), self.accepted_GE.sum(1)
-        return (accepted + PRIOR) / (reached + PRIOR)
+        return (accepted + GOOD * PRIOR) / (reached + PRIOR)
 
     def observe_room(self, limits_R: NDArray[np.int64]) -> None:
         """Of drafted blocks, how many of their first tokens could be committed."""

@@ -1,7 +1,7 @@
-"""What steps really brought, by the clock: drafted ones beside plain ones of the same load.
+"""What steps really brought, by the clock and in accepted tokens, beside what was promised of them.
 
-A profile is measured once, on an idle engine, and an expectation that was chosen for being the best is too high on
-average. So where both kinds of steps are known, they decide.
+A profile is measured once, on an idle engine, and a promise that was chosen for being the best is too high on average.
+So both are corrected, for each load, by what the last steps of it were.
 """
 
 from __future__ import annotations
@@ -13,74 +13,92 @@ from dataclasses import dataclass, field
 
 TRIALS = 4  # steps of a kind before they count as known
 RECENT = 8  # of each kind are remembered
-BLOCKS = 32, 128  # drafted blocks, at least, for the same: a few requests may be easy or hard to draft
-MARGIN = 1.2  # drafting has to be better by so much: a batch that drains ends with what is hard to draft, alone
-RETRY = 0.01  # of the time at a load may be lost by trying again what is worse there
+MARGIN = 1.03  # drafting has to be better by so much
+RETRY = 0.005  # of the time at a load may be lost by trying again what is worse there
 LIFETIME = 4096  # steps after which what was spent before counts half
 SELDOM, OFTEN = 256, 8  # steps until something is tried again of which nothing is known, and at least
+SMOOTH, ANSWERS = 32, 256  # steps over which a load's saving is taken, and of one request alone so many more
+PROMISED = 8.0  # tokens that promises are believed for
 
 
 @dataclass(slots=True)
 class Steps:
-    """The last steps of one kind: tokens, and seconds, both beside what a plain step of the profile has."""
+    """Seconds of the last steps of one kind, beside what the profile says of them."""
 
-    trials: int = TRIALS
-    recent: int = RECENT
-    tokens: deque[float] = field(init=False)
-    times: deque[float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tokens, self.times = deque(maxlen=self.recent), deque(maxlen=self.recent)
-
-    def observe(self, tokens: float, seconds: float) -> None:
-        self.tokens.append(tokens)
-        self.times.append(seconds)
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     @property
     def known(self) -> bool:
-        return len(self.tokens) >= self.trials
+        return len(self.times) >= TRIALS
 
     @property
     def seconds(self) -> float:
-        """Of a step, without the longest: something else may have held it up."""
-        return statistics.fmean(sorted(self.times)[:-1])
+        """Of a step, without the longest: something else may have held it up. 1 where too little is known."""
+        return statistics.fmean(sorted(self.times)[:-1]) if self.known else 1.0
+
+
+@dataclass(slots=True)
+class Share:
+    """Of what was counted, what came of it; `prior` is what is believed beforehand, `memory` what is remembered."""
+
+    prior: float
+    memory: float
+    came: float = 0.0
+    counted: float = 0.0
+
+    def observe(self, came: float, counted: float) -> None:
+        kept = max(0.0, 1.0 - counted / self.memory)
+        self.came, self.counted = kept * self.came + came, kept * self.counted + counted
 
     @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return statistics.fmean(self.tokens) / self.seconds
+    def value(self) -> float:
+        return (self.came + self.prior) / (self.counted + self.prior)
 
 
 @dataclass(slots=True)
 class Load:
-    """Steps of about so many requests, of which about so many are followed."""
+    """Steps of about so many requests, of which about so many are followed.
 
-    drafted: Steps
+    `hits`: accepted tokens beside those promised. `worth`: seconds that an accepted token saves in the end beside those
+    of a plain one at this load. `saving`: share of the time that drafting saves here.
+    """
+
+    hits: Share
+    worth: Share
+    drafted: Steps = field(default_factory=Steps)
     plain: Steps = field(default_factory=Steps)
     since: int = 0  # steps since the last trial of the worse kind
+    saving: float | None = None
+    smooth: float = SMOOTH  # steps over which it is taken
 
     @classmethod
     def of(cls, followed: int) -> Load:
-        """Blocks are as many as requests are followed."""
-        least, most = BLOCKS
-        return cls(drafted=Steps(trials=max(TRIALS, least // followed), recent=max(RECENT, most // followed)))
-
-    def observe(self, drafted: bool, tokens: float, seconds: float) -> None:
-        (self.drafted if drafted else self.plain).observe(tokens, seconds)
+        return cls(
+            hits=Share(PROMISED, max(32.0 * followed, 512.0)), worth=Share(0.5, 4.0), smooth=SMOOTH + ANSWERS / followed
+        )
 
     @property
-    def gain(self) -> float | None:
-        """Tokens a second of drafted steps beside plain ones; None until both are known."""
-        return self.drafted.rate / self.plain.rate if self.plain.known and self.drafted.known else None
+    def known(self) -> bool:
+        return self.plain.known and self.drafted.known
 
-    def again(self) -> bool:
-        """Asked at every step: whether the worse kind should have another trial, for things change."""
+    @property
+    def slower(self) -> float:
+        """A drafted step's seconds beside a plain one's, both beside what the profile says; 1 until both are known."""
+        return self.drafted.seconds / self.plain.seconds if self.known else 1.0
+
+    def saves(self, gain: float) -> None:
+        """What a step of it could be, drafted beside plain."""
+        assert self.saving is not None
+        self.saving += (share_saved(gain) - self.saving) / self.smooth
+
+    def again(self, gain: float, longer: float) -> bool:
+        """Asked at every step: whether the worse kind should have another trial, for things change. `longer`: a drafted
+        step's seconds beside a plain one's."""
         self.since += 1
-        gain, due = self.gain, self.since >= SELDOM
-        if gain is not None:
-            worse, better = (self.plain, self.drafted) if gain > MARGIN else (self.drafted, self.plain)
-            lost = worse.seconds - statistics.fmean(worse.tokens) / better.rate
-            due = self.since >= max(OFTEN, lost / (RETRY * better.seconds))
+        due = self.since >= SELDOM
+        if self.known:
+            lost = (1.0 - 1.0 / gain) / longer if gain > MARGIN else longer * (1.0 - gain)
+            due = self.since >= max(OFTEN, lost / RETRY)
         if due:
             self.since = 0
         return due
@@ -99,11 +117,17 @@ class Spent:
         if self.steps % LIFETIME == 0:
             self.by_load = {load: time / 2 for load, time in self.by_load.items()}
 
-    def saved(self, gain: Callable[[int, int], float], up_to: int) -> float:
-        """Share of the time at loads up to this one that drafting would have saved where it pays."""
-        times = {load: time for load, time in self.by_load.items() if load <= up_to}
-        total, less = sum(times.values()), 0.0
-        for load, time in times.items():
-            faster = gain(1 << load, 1 << load)
-            less += time * (1 - 1 / faster) if faster > MARGIN else 0.0
-        return less / total if total else 0.0
+    def saved(self, saving: Callable[[int], float], up_to: int) -> float:
+        """Share of the time at loads up to this one that drafting would have saved."""
+        times = {load: time for load, time in self.by_load.items() if load <= up_to} or {up_to: 1.0}
+        return sum(time * saving(load) for load, time in times.items()) / sum(times.values())
+
+
+def share_saved(gain: float) -> float:
+    """Of the time, where drafting is so many times as fast and only done where it is faster."""
+    return 1.0 - 1.0 / gain if gain > MARGIN else 0.0
+
+
+def about(requests: int) -> int:
+    """Loads within a factor of two are alike: 65 to 128, say, since whoever comes at 128 runs among fewer soon."""
+    return (requests - 1).bit_length()

@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.planner.calibration import Calibration
-from miles_k3.rollout.speculative.planner.choice import PlanMode, Planner
+from miles_k3.rollout.speculative.planner.choice import PlanMode
 from miles_k3.rollout.speculative.planner.cost import CostProfile
+from miles_k3.rollout.speculative.planner.history import History
+from miles_k3.rollout.speculative.planner.planner import Planner
 
 LOADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BLOCK = 7
@@ -51,7 +53,7 @@ def rates(
     out = {}
     for mode in PlanMode:
         planner, tokens, seconds = Planner(mode, accept, calibration, profile), 0.0, 0.0
-        drafts = planner.should_draft(requests)
+        drafts = bool(planner.members(requests, [History()] * requests).any())
         for chances_RG in rounds_of(requests, count, quality):
             drafted_R = planner.plan(chances_RG) if drafts else np.zeros(requests, dtype=np.int64)
             verified_RG = np.arange(BLOCK) < drafted_R[:, None]

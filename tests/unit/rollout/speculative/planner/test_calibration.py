@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from miles_k3.errors import EngineError
-from miles_k3.rollout.speculative.planner.calibration import Calibration
+from miles_k3.rollout.speculative.planner.calibration import GOOD, Calibration
 
 SIZE = 4
 
@@ -27,7 +27,7 @@ def play(calibration: Calibration, rounds: int, seed: int = 0, *, trimmed: bool 
 def test_nothing_seen_means_what_is_said() -> None:
     confidence = np.array([[0.1, 0.3, 0.5, 0.9]])
     np.testing.assert_allclose(Calibration(block_size=SIZE)(confidence), confidence, atol=1e-12)
-    assert Calibration(block_size=SIZE).rates().tolist() == [1.0] * SIZE
+    assert Calibration(block_size=SIZE).rates().tolist() == [GOOD] * SIZE
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
@@ -49,7 +49,8 @@ def test_counts_are_of_reached_positions() -> None:
     calibration.observe(confidence, np.array([4, 2, 0]), np.array([1, 2, 0]))
     assert calibration.reached_GE.sum(1).tolist() == [2, 2, 0, 0]
     assert calibration.accepted_GE.sum(1).tolist() == [2, 1, 0, 0]
-    assert calibration.rates().tolist() == [1.0, 0.9, 1.0, 1.0]  # 8 good ones come before any observation
+    # as if 8 mostly good ones came before any observation
+    assert calibration.rates().tolist() == pytest.approx([(2 + 8 * GOOD) / 10, (1 + 8 * GOOD) / 10, GOOD, GOOD])
 
 
 def test_json_round_trip() -> None:

@@ -14,8 +14,10 @@ from torch import Tensor
 from miles_k3.errors import EngineError
 from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.planner.calibration import Calibration
-from miles_k3.rollout.speculative.planner.choice import PlanMode, Planner, choose, take
+from miles_k3.rollout.speculative.planner.choice import PlanMode, choose, take
 from miles_k3.rollout.speculative.planner.cost import CostProfile, Tiers
+from miles_k3.rollout.speculative.planner.history import History
+from miles_k3.rollout.speculative.planner.planner import Planner
 from miles_k3.rollout.speculative.planner.simulation import CURVES, rates, synthetic_profile
 from miles_k3.types import SamplingParams
 
@@ -26,6 +28,10 @@ def random_profile(rng: np.random.Generator, requests: int, size: int) -> CostPr
     seconds = 1.0 + np.cumsum(steps)
     points = [(requests, requests + i, float(s)) for i, s in enumerate(seconds)]
     return CostProfile.of(points, {requests: float(rng.random())})
+
+
+def drafts(planner: Planner, requests: int) -> bool:
+    return bool(planner.members(requests, [History()] * requests).any())
 
 
 def test_what_is_padded_anyway_is_verified() -> None:
@@ -117,10 +123,10 @@ def test_a_draft_that_never_hits_is_not_asked() -> None:
     calibration.observe(np.full((500, 7), 0.5), np.full(500, 7), np.zeros(500, dtype=np.int64))
     profile = synthetic_profile(CURVES["smooth"])
     planner = Planner(PlanMode.TRIM, AcceptMode.COUPLED, calibration, profile)
-    assert not planner.should_draft(32)
-    assert Planner(PlanMode.VERIFY_ALL, AcceptMode.COUPLED, calibration, profile).should_draft(32)
-    assert not Planner(PlanMode.OFF, AcceptMode.COUPLED, calibration, profile).should_draft(32)
-    assert Planner(PlanMode.TRIM, AcceptMode.COUPLED, Calibration(block_size=7), profile).should_draft(32)
+    assert not drafts(planner, 32)
+    assert drafts(Planner(PlanMode.VERIFY_ALL, AcceptMode.COUPLED, calibration, profile), 32)
+    assert not drafts(Planner(PlanMode.OFF, AcceptMode.COUPLED, calibration, profile), 32)
+    assert drafts(Planner(PlanMode.TRIM, AcceptMode.COUPLED, Calibration(block_size=7), profile), 32)
 
 
 # --- a plan that knows too much -------------------------------------------------------------------------------------
@@ -178,6 +184,6 @@ def test_blocks_that_answers_have_no_room_for_are_not_drafted() -> None:
     calibration.observe(0.95 * ones, np.full(100, 7), np.full(100, 7))
     profile = CostProfile.of([(4, 4, 1.0), (4, 32, 2.0)], {4: 0.9})
     planner = Planner(PlanMode.TRIM, AcceptMode.COUPLED, calibration, profile)
-    assert planner.should_draft(4)
+    assert drafts(planner, 4)
     calibration.observe_room(np.full(1000, 0))
-    assert not planner.should_draft(4)
+    assert not drafts(planner, 4)
