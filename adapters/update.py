@@ -13,7 +13,7 @@ from miles_k3.adapters.checksum import checksums, hash_table
 from miles_k3.adapters.layout import AdapterTensor, gate_up_pairs
 from miles_k3.adapters.shard import Holding, all_experts, flat_views, held_layout, new_flat
 from miles_k3.errors import AdapterError
-from miles_k3.types import AdapterConfig, AdapterUpdate, Shard
+from miles_k3.types import AdapterConfig, AdapterUpdate, LentAdapter, Shard
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_LISTED = 12  # names listed in one error; the rest is counted
@@ -137,7 +137,7 @@ def verify_update(
     plain = all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in update.tensors.values())
     known = _known(update) if plain else None
     problems = [
-        *_number_findings(update, max_rank, expected_version),
+        *number_findings(update, max_rank, expected_version),
         *_share_findings(update, experts),
         *key_findings(update.tensors, held),
         *_tensor_findings(update.tensors, held, finite_names(update.tensors) if known is None else known.finite),
@@ -184,7 +184,10 @@ def _flat_findings(tensors: Mapping[str, torch.Tensor], shard: Shard) -> Iterato
         yield "has a shard whose flat memory is larger than its tensors; use export_adapter or as_shard"
 
 
-def _number_findings(update: AdapterUpdate, max_rank: int, expected_version: int | None) -> Iterator[str]:
+def number_findings(
+    update: AdapterUpdate | LentAdapter, max_rank: int, expected_version: int | None
+) -> Iterator[str]:  # fmt: skip
+    """Sentences on rank, alpha and version."""
     rank = update.config.rank
     if rank > max_rank:
         yield f"has rank {rank}, slots hold {max_rank}; set rollout.max_lora_rank: {rank}"

@@ -154,7 +154,8 @@ def longest_sequence(recipe: Recipe, config: K3Config) -> int:
 
 def make_sglang_engine(recipe: Recipe, model: Model, world: World, longest: int) -> Engine:
     """SGLang in processes of its own on this rank's GPUs, started again when they end; returns when it serves."""
-    from miles_k3.ray.remote_engine import RemoteEngine
+    from miles_k3.rollout.sglang.lending import Lending
+    from miles_k3.rollout.sglang.neighbour import SpeakingEngine
     from miles_k3.rollout.sglang.process import SglangProcess
 
     def start() -> SglangProcess:
@@ -163,9 +164,12 @@ def make_sglang_engine(recipe: Recipe, model: Model, world: World, longest: int)
         )
 
     cluster = recipe.cluster
-    return RemoteEngine(
-        start, name="SGLang", restarts=cluster.engine_restarts, timeout_s=cluster.engine_timeout_s
-    ).ready()
+    engine = SpeakingEngine(
+        start, Lending(recipe, model.config, world), name="SGLang", restarts=cluster.engine_restarts,
+        timeout_s=cluster.engine_timeout_s,
+    )  # fmt: skip
+    engine.ready()
+    return engine
 
 
 def start_sglang_engine(

@@ -118,7 +118,7 @@ def _sglang_problems(recipe: Recipe, config: K3Config, world: World) -> Iterator
     if not torch.cuda.is_available():
         yield "rollout.engine is sglang, but this machine has no CUDA device; set rollout.engine: embedded"
     yield from span_problems(
-        recipe, config, ranks=world.size, per_node=recipe.cluster.ranks_per_node or world.local_size,
+        recipe, ranks=world.size, per_node=recipe.cluster.ranks_per_node or world.local_size,
         launcher=world.launcher,
     )  # fmt: skip
 

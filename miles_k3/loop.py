@@ -28,6 +28,7 @@ from miles_k3.metrics import MetricsLog, SilentLog, StepTimer, peak_memory_bytes
 from miles_k3.plot import plot_run
 from miles_k3.protocols import Trainer
 from miles_k3.rollout.collect import EvalResult
+from miles_k3.rollout.sglang.span import held_experts
 from miles_k3.run_folder import RunFolder
 from miles_k3.saving import Saver
 from miles_k3.stop import stop_signal
@@ -113,7 +114,8 @@ class Ring:
         self.recipe, self.run, self.parts, self.world = recipe, run, parts, parts.world
         self.trainer: Trainer = parts.trainer
         canary = make_canary(recipe, parts.task, parts.model.tokenizer, parts.model.config.eos_token_id)
-        self.sync = AdapterSync(recipe, canary, parts.trainer, parts.engine, parts.world)
+        experts = held_experts(recipe, parts.model.config, parts.world.rank, parts.world.size)
+        self.sync = AdapterSync(recipe, canary, parts.trainer, parts.engine, parts.world, experts)
         self.follower = DraftFollower.of(
             recipe.rollout.speculative, parts.engine, parts.model.base, parts.world, recipe.run.seed
         )

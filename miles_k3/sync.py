@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from miles_k3.adapters.canary import Answers, canary_limit, check_canary
-from miles_k3.adapters.transport import publish
+from miles_k3.adapters.transport import SyncReport, publish
+from miles_k3.adapters.transport.loan import collect_lent
 from miles_k3.config import Recipe
 from miles_k3.errors import DataError
 from miles_k3.protocols import Engine, Task, Trainer
 from miles_k3.rollout.sglang.neighbour import NeighbourEngine
-from miles_k3.types import AdapterUpdate, Prompt
+from miles_k3.types import Prompt
 from miles_k3.world import ALONE, World
 
 MIN_TRAJECTORIES = 5  # so that a router tie on one or two of them does not move the median
@@ -36,11 +37,16 @@ class Canary:
 class AdapterSync:
     """Publishes each version and has both sides score the canary; remembers the answers to the last one.
 
-    Each rank hands the adapter to its own engine and judges that one's answers. Collective.
+    Each rank hands the adapter, or its shard of it with the factors of `experts`, to its own engine and judges that
+    one's answers. Collective.
     """
 
-    def __init__(self, recipe: Recipe, canary: Canary, trainer: Trainer, engine: Engine, world: World = ALONE) -> None:
+    def __init__(
+        self, recipe: Recipe, canary: Canary, trainer: Trainer, engine: Engine, world: World = ALONE,
+        experts: range | None = None,
+    ) -> None:  # fmt: skip
         self._trainer, self._engine, self._canary, self._world = trainer, engine, canary, world
+        self._experts = experts
         self._limit = canary_limit(recipe.model.dtype, recipe.sync.canary_max_diff)
         self._previous: Answers | None = None
 
@@ -49,14 +55,20 @@ class AdapterSync:
 
         Raises AdapterError when an engine refuses it and SyncError when an engine's answers do not follow.
         """
-        update, scores = self._trainer.export_adapter(), self._canary.scored_by(self._trainer)
-        told = self._world.everywhere(lambda: self._hand_over(update, scores))
+        scores, sent = self._canary.scored_by(self._trainer), self._hand_over()
+        collect_lent()
+        told = self._world.everywhere(lambda: self._judged(sent, scores))
         measured = [values for values in told if values is not None]
         return {name: max(values[name] for values in measured) for name in measured[0]}
 
-    def _hand_over(self, update: AdapterUpdate, scores: Sequence[Tensor]) -> Mapping[str, float] | None:
+    def _hand_over(self) -> SyncReport:
+        """The update's memory ends with this."""
+        update = self._trainer.export_adapter(self._experts)
+        # Engines over several ranks talk to one another in there, and fail alike.
+        return self._world.together(lambda: publish(update, self._engine))
+
+    def _judged(self, sent: SyncReport, scores: Sequence[Tensor]) -> Mapping[str, float] | None:
         """None of a rank without an engine of its own."""
-        sent = publish(update, self._engine)
         if isinstance(self._engine, NeighbourEngine):
             return None
         answers = Answers(trainer=scores, engine=self._canary.scored_by(self._engine))

@@ -219,14 +219,15 @@ class AdapterUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LentShard:
-    """A shard in memory that processes of its host open by a function and its arguments, as `pickle` rebuilds things.
+    """A shard in BF16 in memory that processes of its host open by a function and its arguments, as `pickle` does.
 
-    `once` may be a GPU's memory, which one process opens one time; `kept` is the host's.
+    `once`: a handle for each process that reads it, one time, perhaps of a GPU's memory; `kept`: of the host's memory,
+    for any number of times until the next adapter has been lent, where there is a copy.
     """
 
     experts: range
-    once: Handle
-    kept: Handle
+    once: tuple[Handle, ...]
+    kept: Handle | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

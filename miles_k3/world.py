@@ -87,7 +87,8 @@ class World:
     def everywhere(self, work: Callable[[], T]) -> list[T]:
         """What `work` gives on each rank. A MilesError or OSError of any rank is raised on all of them.
 
-        `work` must not talk to other ranks: one that failed would leave them waiting.
+        `work` must not talk to other ranks, unless all of them get there and fail alike: one that failed alone would
+        leave them waiting.
         """
         if self.size == 1:
             return [work()]

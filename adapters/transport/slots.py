@@ -45,28 +45,35 @@ def take_slots(connection: Connection) -> Slots:
     return DeviceSlots.rebuild(details)
 
 
+def anonymous_memory(num_bytes: int) -> int:
+    """A file descriptor of memory that processes can share."""
+    descriptor = os.memfd_create("miles-k3-adapter", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, num_bytes)
+    return descriptor
+
+
+def mapped(descriptor: int, num_bytes: int) -> torch.Tensor:
+    """uint8 [num_bytes] over it. It stays mapped as long as the tensor lives, also when the descriptor is closed."""
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+
+
 class HostSlots:
     """Anonymous shared memory, handed over as a file descriptor."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self._descriptor, self._num_bytes = descriptor, num_bytes
-        self._memory = mmap.mmap(descriptor, BUCKETS_ALIVE * num_bytes)
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.buckets = list(whole.split(num_bytes))
+        self.buckets = list(mapped(descriptor, BUCKETS_ALIVE * num_bytes).split(num_bytes))
 
     @classmethod
     def make(cls, num_bytes: int) -> HostSlots:
-        descriptor = os.memfd_create("miles-k3-adapter", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, BUCKETS_ALIVE * num_bytes)
-        return cls(descriptor, num_bytes)
+        return cls(anonymous_memory(BUCKETS_ALIVE * num_bytes), num_bytes)
 
     def give(self, connection: Connection, pid: int) -> None:
         connection.send(("host", self._num_bytes))
         send_handle(connection, self._descriptor, pid)
 
     def close(self) -> None:
-        self.buckets = []  # tensors over it would keep the mapping
-        self._memory.close()
+        self.buckets = []  # the mapping goes with them
         os.close(self._descriptor)
 
 

@@ -47,9 +47,7 @@ def plan(
     else:
         for line in report_lines(found, fix):
             typer.echo(line)
-        problems = span_problems(
-            loaded.recipe, config, ranks=found.world, per_node=cluster.ranks_per_node, launcher="ray"
-        )
+        problems = span_problems(loaded.recipe, ranks=found.world, per_node=cluster.ranks_per_node, launcher="ray")
         for problem in problems:
             typer.echo(f"\nmemory aside, miles-k3 launch refuses it: {problem}")
     if picture is not None:

@@ -14,12 +14,13 @@ from miles_k3.plan.activations import Batch, Numbers, stage_peak
 from miles_k3.plan.engine import SGLANG_HOST_BYTES, EngineBytes, engine_bytes
 from miles_k3.plan.shapes import Bytes, Phase, RankPlan
 from miles_k3.plan.weights import AdapterNumbers, BaseBytes, Share, adapter_numbers, base_bytes
+from miles_k3.rollout.sglang.span import held_experts
 
 FP32, BF16 = 4, 2
 # The interpreter with torch, megatron-core and transformers takes about 0.7 GB; the rest is room. One grading process.
 PROCESS_BYTES, GRADER_BYTES = 900_000_000, 200_000_000
 CONTEXT_BYTES = 1_500_000_000  # assumed: a process's CUDA context and its NCCL buffers
-EXPORT_BUCKET_BYTES = 64 << 20  # of adapters/transport, to an engine in another process: two are alive at most
+EXPORT_BUCKET_BYTES = 64 << 20  # of trainer/adapter_exchange and of adapters/transport: two are alive at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Bytes of one rank, whatever the phase."""
+    """Bytes of one rank, whatever the phase. `lent`: of the host's copy of what SGLang has read."""
 
     base: int
     engine: EngineBytes
@@ -42,6 +43,7 @@ class Facts:
     optimizer: int
     activations: int
     export: int
+    lent: int
     loading: int
     checkpoint: int
     apart: Apart | None = None
@@ -92,6 +94,7 @@ def rank_facts(recipe: Recipe, c: K3Config, world: int, pp_rank: int, *, cuda: b
         optimizer=state * (2 * FP32 if itemsize == FP32 else 3 * FP32),  # in fp32 the masters are the factors
         activations=_activations(recipe, c, world, pp_rank, cuda=cuda, fla=fla),
         export=_export_bytes(recipe, c, world, itemsize),
+        lent=0 if embedded else _exported_numbers(recipe, c, world) * BF16,
         loading=_loading_bytes(c, held, own, itemsize, packed=packed),
         checkpoint=state * 3 * FP32,
     )
@@ -154,14 +157,19 @@ def _in_flight(recipe: Recipe, world: int, pp_rank: int, tokens: int, longest: i
 
 
 def _export_bytes(recipe: Recipe, c: K3Config, world: int, itemsize: int) -> int:
-    """The whole adapter on every rank, gathered, and the update's own copy; for SGLang the flat copy that it reads.
+    """What a rank gets of the adapter, once, and of several ranks the buckets that it comes in."""
+    numbers = _exported_numbers(recipe, c, world)
+    buckets = 0 if world == 1 else 2 * min(EXPORT_BUCKET_BYTES, numbers * itemsize)
+    return numbers * itemsize + buckets
 
-    For SGLang and several ranks only buckets between them: see docs/plan.md.
-    """
-    whole = adapter_numbers(c, Share.whole(c), recipe.lora.rank, one_gate_up_a=False).total * itemsize
-    if recipe.rollout.engine != "embedded":
-        return 2 * whole if world == 1 else 2 * EXPORT_BUCKET_BYTES
-    return whole * (1 if world == 1 else 2)
+
+def _exported_numbers(recipe: Recipe, c: K3Config, world: int) -> int:
+    """All of the adapter, or the shard of the engine's processes on the rank's GPU; any rank's has as many."""
+    whole = adapter_numbers(c, Share.whole(c), recipe.lora.rank, one_gate_up_a=False)
+    experts = held_experts(recipe, c, 0, world)
+    if not experts:
+        return whole.total
+    return whole.dense + whole.expert * len(experts) // c.num_experts
 
 
 def _loading_bytes(c: K3Config, base: BaseBytes, own: AdapterNumbers, itemsize: int, *, packed: bool) -> int:
@@ -209,11 +217,17 @@ def _host(recipe: Recipe, f: Facts) -> Mapping[Phase, Bytes]:
         always["engine process"] = SGLANG_HOST_BYTES
         if recipe.rollout.sleep_while_training:  # the host's memory stays taken once it was
             always["sleeping engine"] = f.engine.base
+        always["lent adapter"] = f.lent
     if f.apart is not None:
         always["engine process"] = PROCESS_BYTES + f.apart.adapter
     kept = {**always, "checkpoint": f.checkpoint} if recipe.trainer.async_checkpoint else always
     sleeping = {"sleeping optimizer": f.optimizer} if recipe.trainer.sleep_while_rollout else {}
     return {
         Phase.LOAD: always, Phase.ROLLOUT: {**kept, **sleeping}, Phase.SWITCH: {**kept, **sleeping},
-        Phase.TRAIN: kept, Phase.SYNC: kept, Phase.SAVE: {**always, "checkpoint": f.checkpoint},
+        Phase.TRAIN: kept, Phase.SYNC: _lending_anew(kept, f), Phase.SAVE: {**always, "checkpoint": f.checkpoint},
     }  # fmt: skip
+
+
+def _lending_anew(items: Bytes, f: Facts) -> Bytes:
+    """The next adapter's shard beside the one before, which goes once all engines have the next."""
+    return {**items, "lent adapter": 2 * f.lent} if f.lent else items

@@ -31,7 +31,7 @@ def _panel(axis, plan: Plan, verdict: Verdict) -> None:  # pyright: ignore[repor
     pool, rank = verdict.pool, verdict.rank
     held = {p: rank.in_pool(pool, p, cuda=plan.cuda) for p in Phase}
     names = [name for name in ITEMS if any(name in items for items in held.values())]
-    colors = matplotlib.colormaps["tab20"].colors  # pyright: ignore[reportAttributeAccessIssue]
+    colors = [c for name in ("tab20", "tab20b") for c in matplotlib.colormaps[name].colors]  # pyright: ignore[reportAttributeAccessIssue]
     color_of = dict(zip(ITEMS, colors, strict=False))
     unit, size = ("GB", 1e9) if verdict.needed >= 1e9 else ("MB", 1e6)
     bottoms = [0.0] * len(Phase)

@@ -27,6 +27,7 @@ ITEMS: Mapping[str, str] = {
     "optimizer": "fp32 masters and Adam's moments",
     "adapter slots": "the engine's room for the versions of the whole adapter that are alive",
     "adapter copies": "adapters that SGLang keeps beside their slots",
+    "lent adapter": "the adapter that SGLang's next process would read, or a rank's shard of it",
     "KV": "MLA latents of the engine's requests",
     "states": "KDA states and convolution windows: requests and checkpoints of the prefix cache",
     "graphs": "CUDA graphs and work space of the engine",

@@ -22,13 +22,13 @@ from miles_k3.config import Recipe
 from miles_k3.errors import LaunchError, TransportError
 from miles_k3.ray.engine_nodes import EngineNode, OtherNodes, free_address
 from miles_k3.ray.remote_engine import EngineGoneError, RemoteEngine
-from miles_k3.rollout.sglang.neighbour import NeighbourEngine
-from miles_k3.types import AdapterUpdate, Completion, SamplingParams
+from miles_k3.types import AdapterUpdate, Completion, LentAdapter, SamplingParams
 
 if TYPE_CHECKING:
     from miles_k3.loop import RunResult
     from miles_k3.protocols import Engine, OnTokens
     from miles_k3.rollout.embedded.engine import EmbeddedEngine
+    from miles_k3.rollout.sglang.neighbour import NeighbourEngine
     from miles_k3.world import World
 
 log = logging.getLogger(__name__)
@@ -100,8 +100,7 @@ class RankActor:
 
     def run(self, order: Order) -> RunResult:
         """Train; whatever ends it early is raised. Collective."""
-        settle_in(order)
-        engine = self._engine(order)
+        engine = self._engine(order, settle_in(order))
         try:
             from miles_k3.loop import run_training
             from miles_k3.run_folder import RunFolder
@@ -113,14 +112,21 @@ class RankActor:
         finally:
             engine.close()
 
-    def _engine(self, order: Order) -> RemoteEngine | NeighbourEngine:
-        if not order.engine:
-            return NeighbourEngine()
+    def _engine(self, order: Order, world: World) -> RemoteEngine | NeighbourEngine:
         name, cluster = f"the engine of rank {self._rank}", order.recipe.cluster
-        return RemoteEngine(
-            lambda: RayEngineProcess(order, name, cluster.engine_timeout_s), name=name,
-            restarts=cluster.engine_restarts, timeout_s=cluster.engine_timeout_s,
-        )  # fmt: skip
+        limits = {"restarts": cluster.engine_restarts, "timeout_s": cluster.engine_timeout_s}
+
+        def start() -> RayEngineProcess:
+            return RayEngineProcess(order, name, cluster.engine_timeout_s)
+
+        if order.recipe.rollout.engine == "embedded":
+            return RemoteEngine(start, name=name, **limits)
+        from miles_k3.assemble import model_config
+        from miles_k3.rollout.sglang.lending import Lending
+        from miles_k3.rollout.sglang.neighbour import NeighbourEngine, SpeakingEngine
+
+        lending = Lending(order.recipe, model_config(order.recipe), world)
+        return SpeakingEngine(start, lending, name=name, **limits) if order.engine else NeighbourEngine(lending)
 
     def stop(self, number: int) -> bool:
         """Ask the run for its end, as a signal would. False where it has not begun yet."""
@@ -183,6 +189,14 @@ class EngineActor:
 
         update = await asyncio.to_thread(fetch, address, source=source)
         self._engine.load_adapter(update)
+        return self._engine.adapter_version
+
+    async def load_lent(self, lent: LentAdapter) -> int:
+        """Load what ranks have lent; the version served then."""
+        from miles_k3.rollout.sglang.engine import SglangEngine
+
+        assert isinstance(self._engine, SglangEngine), "nothing is lent to others"
+        self._engine.load_adapter(lent)
         return self._engine.adapter_version
 
     async def listen(self, num_tokens: int) -> None:
@@ -250,9 +264,11 @@ class RayEngineProcess:
     def tell(self, verb: str, *arguments: Any) -> None:
         self._ask(verb, *arguments)
 
-    def load(self, update: AdapterUpdate) -> int:
+    def load(self, update: AdapterUpdate | LentAdapter) -> int:
         from miles_k3.adapters.transport.local import Offer
 
+        if isinstance(update, LentAdapter):
+            return self._loaded(self._ask("load_lent", update))
         with Offer(update, to=self._name, timeout_s=self._timeout_s) as offer:
             loading = self._ask("load_adapter", offer.address, f"the rank of {self._name}")
             loading.future().add_done_callback(lambda _: offer.withdraw())  # it has ended, or does not want it
@@ -263,6 +279,9 @@ class RayEngineProcess:
                 if not done:
                     self.end()
                     raise EngineGoneError("it neither took its adapter nor said why, and was ended") from None
+        return self._loaded(loading)
+
+    def _loaded(self, loading: Any) -> int:
         try:
             return ray.get(loading, timeout=self._timeout_s)
         except GetTimeoutError:

@@ -78,7 +78,7 @@ def refuse_engines(recipe: Recipe) -> None:
     config, wanted = read_config(recipe), request_of(recipe, 1)
     problems = [
         *sglang_problems(recipe, config),
-        *span_problems(recipe, config, ranks=wanted.ranks, per_node=wanted.per_node, launcher="ray"),
+        *span_problems(recipe, ranks=wanted.ranks, per_node=wanted.per_node, launcher="ray"),
     ]
     if problems:
         raise LaunchError("\n".join(problems))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from miles_k3.errors import EngineError
 from miles_k3.protocols import OnTokens
-from miles_k3.types import AdapterUpdate, Completion, FinishReason, SamplingParams
+from miles_k3.types import AdapterUpdate, Completion, FinishReason, LentAdapter, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class EngineProcess(Protocol):
         """The same as `call` without an answer; returns at once, and never raises."""
         ...
 
-    def load(self, update: AdapterUpdate) -> int:
+    def load(self, update: AdapterUpdate | LentAdapter) -> int:
         """Bring an adapter over and load it; the version that the engine then serves."""
         ...
 
@@ -74,7 +74,9 @@ class RemoteEngine:
         self.name = name
         self._start, self._restarts, self._timeout_s = start, restarts, timeout_s
         self._lock = threading.Lock()  # held while a process is replaced
-        self._newest: AdapterUpdate | None = None  # on the host, for the next process, as all that follows
+        self._newest: AdapterUpdate | LentAdapter | None = (
+            None  # on the host, for the next process, as all that follows
+        )
         self._draft: tuple[dict[str, torch.Tensor], int] | None = None
         self._listening: int | None = None
         self._version = BASE_VERSION
@@ -167,7 +169,7 @@ class RemoteEngine:
     def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
         return self._call("score", [tuple(s) for s in sequences], temperature)
 
-    def load_adapter(self, update: AdapterUpdate) -> None:
+    def load_adapter(self, update: AdapterUpdate | LentAdapter) -> None:
         """All or nothing. The update is kept, on the host, until the next one: a new process needs it."""
         self._refuse_closed()
         while True:
@@ -177,6 +179,7 @@ class RemoteEngine:
                 break
             except EngineGoneError as gone:
                 self._replace(process, gone)
+                update = _on_host(update)
         self._newest, self._ended_since = _on_host(update), 0
 
     # --- a draft that is trained elsewhere --------------------------------------------------------------------------
@@ -307,5 +310,10 @@ def _nothing(version: int) -> Completion:
     return Completion(token_ids=(), logprobs=(), text="", finish_reason=FinishReason.ABORT, adapter_version=version)
 
 
-def _on_host(update: AdapterUpdate) -> AdapterUpdate:
+def _on_host(update: AdapterUpdate | LentAdapter) -> AdapterUpdate | LentAdapter:
+    """What a process can be given at any time, and again."""
+    if isinstance(update, LentAdapter):
+        assert all(shard.kept is not None for shard in update.shards), "lent without a copy to read again"
+        kept = tuple(dataclasses.replace(s, once=(s.kept,) * len(s.once)) for s in update.shards)
+        return dataclasses.replace(update, shards=kept)
     return dataclasses.replace(update, tensors={name: tensor.cpu() for name, tensor in update.tensors.items()})

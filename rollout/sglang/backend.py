@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from miles_k3.errors import EngineError
-from miles_k3.types import AdapterUpdate
+from miles_k3.types import LentAdapter
 
 # (all tokens so far, their (log-probability, token, ...) rows): called as they come, on SGLang's thread.
 OnProgress = Callable[[Sequence[int], Sequence[Sequence[Any]]], None]
@@ -36,7 +36,7 @@ class Backend(Protocol):
         """The `meta_info` of each sequence, with the log-probabilities of its tokens."""
         ...
 
-    def load(self, name: str, update: AdapterUpdate) -> None:
+    def load(self, name: str, lent: LentAdapter) -> None:
         """Raises AdapterError with SGLang's words when it refuses; nothing is loaded then."""
         ...
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from miles_k3.adapters.layout import adapter_layout
-from miles_k3.adapters.update import verify_update
+from miles_k3.adapters.transport.loan import Loan, collect_lent
+from miles_k3.adapters.update import as_shard, number_findings, verify_update
 from miles_k3.errors import AdapterError, EngineError
 from miles_k3.k3.config import K3Config
 from miles_k3.protocols import OnTokens
@@ -28,7 +29,7 @@ from miles_k3.rollout.sglang.answers import (
 )
 from miles_k3.rollout.sglang.backend import Backend
 from miles_k3.rollout.sglang.watch import Watch, answer_text
-from miles_k3.types import AdapterConfig, AdapterUpdate, Completion, FinishReason, SamplingParams
+from miles_k3.types import AdapterConfig, AdapterUpdate, Completion, FinishReason, LentAdapter, SamplingParams
 
 
 class SglangEngine:
@@ -168,25 +169,42 @@ class SglangEngine:
         return [input_logprobs(next(metas), s) if len(s) > 1 else torch.zeros(0) for s in judged]
 
     # --- adapters and memory ------------------------------------------------------------------------------------
-    def load_adapter(self, update: AdapterUpdate) -> None:
+    def load_adapter(self, update: AdapterUpdate | LentAdapter) -> None:
         """All or nothing: verify, retire the version before the last, load, and make it the current one.
 
-        Everything is verified here, since SGLang looks at shapes when the adapter is first used and ends then. Never
-        waits: raises AdapterError while the version that has to go still serves requests.
+        A whole update is verified here, what was lent by who lends it, since SGLang looks at shapes when the adapter is
+        first used and ends then. Never waits: raises AdapterError while the version that has to go still serves
+        requests.
         """
         self._refuse_unready("load_adapter")
         expected = self.adapter_config
         if expected is not None and update.config != expected and update.config.rank <= self.max_lora_rank:
             raise AdapterError(f"adapter v{update.version} is {update.config}, this run's adapters are {expected}")
         following = None if self.adapter_version < 0 else self.adapter_version + 1
+        limits = {"max_rank": self.max_lora_rank, "expected_version": following}
+        if isinstance(update, LentAdapter):
+            if problems := list(number_findings(update, **limits)):
+                raise AdapterError("\n".join(f"adapter v{update.version} {problem}" for problem in problems))
+            self._load(update)
+            return
         layout = adapter_layout(self.config, update.config)
-        verify_update(update, layout, max_rank=self.max_lora_rank, expected_version=following)
-        retiring = self._versions.to_retire(update.version)
+        verify_update(update, layout, **limits)
+        shard = as_shard(update, layout).shard
+        assert shard is not None
+        loan = Loan(shard, readers=1, keep=False)
+        self._load(LentAdapter(
+            version=update.version, config=update.config, sha256=update.sha256, shards=(loan.lent,)
+        ))  # fmt: skip
+        del shard
+        collect_lent()
+
+    def _load(self, lent: LentAdapter) -> None:
+        retiring = self._versions.to_retire(lent.version)
         if retiring is not None:
             self._versions.retire(retiring)
             self._backend.unload(_name(retiring))
-        self._backend.load(_name(update.version), update)
-        self._versions.adopt(update.version)
+        self._backend.load(_name(lent.version), lent)
+        self._versions.adopt(lent.version)
 
     def pause(self, *, retract: bool = False) -> None:
         """Stop computing, requests and all; with `retract` their memory is given back and computed again later."""

@@ -10,7 +10,7 @@ from miles_k3.protocols import OnTokens
 from miles_k3.ray.remote_engine import EngineGoneError
 from miles_k3.rollout.sglang.backend import SglangGoneError
 from miles_k3.rollout.sglang.engine import SglangEngine
-from miles_k3.types import AdapterUpdate, Completion
+from miles_k3.types import AdapterUpdate, Completion, LentAdapter
 
 
 class SglangProcess:
@@ -55,7 +55,7 @@ class SglangProcess:
         if self._engine is not None:
             getattr(self._engine, verb)(*arguments)
 
-    def load(self, update: AdapterUpdate) -> int:
+    def load(self, update: AdapterUpdate | LentAdapter) -> int:
         self.call("load_adapter", update)
         return self._started().adapter_version
 

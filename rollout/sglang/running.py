@@ -14,20 +14,18 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 from miles_k3.adapters.layout import adapter_layout
 from miles_k3.errors import AdapterError, EngineError
 from miles_k3.k3.config import K3Config
 from miles_k3.rollout.sglang.adapters import peft_config
 from miles_k3.rollout.sglang.backend import OnProgress, SglangGoneError
-from miles_k3.rollout.sglang.bucket import LOAD_FORMAT, serialized
+from miles_k3.rollout.sglang.bucket import LOAD_FORMAT, payloads
 from miles_k3.rollout.sglang.hooks import hook_names
 from miles_k3.rollout.sglang.hooks.report import KEY
 from miles_k3.rollout.sglang.kernels import compile_ahead
 from miles_k3.rollout.sglang.versions import installed_version, version_problem
 from miles_k3.rollout.sglang.visible import make_visible
-from miles_k3.types import AdapterUpdate
+from miles_k3.types import LentAdapter
 
 LOOK_S = 1.0  # between two looks at whether SGLang's processes live
 _failed = threading.Event()  # one SGLang at a time in a process: its signal says not whose it is
@@ -164,22 +162,17 @@ class RunningSglang:
         self._loop.call_soon_threadsafe(self._manager.abort_request, request_id)
 
     # --- adapters and memory ------------------------------------------------------------------------------------
-    def load(self, name: str, update: AdapterUpdate) -> None:
+    def load(self, name: str, lent: LentAdapter) -> None:
         from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
 
-        layout, server = adapter_layout(self._config, update.config), self._engine.server_args
+        layout, server = adapter_layout(self._config, lent.config), self._engine.server_args
         request = LoadLoRAAdapterFromTensorsReqInput(
-            lora_name=name, config_dict=peft_config(update.config), load_format=LOAD_FORMAT,
-            serialized_named_tensors=serialized(
-                update, layout, server.tp_size, here=server.tp_size // server.nnodes
-            ),
+            lora_name=name, config_dict=peft_config(lent.config), load_format=LOAD_FORMAT,
+            serialized_named_tensors=payloads(lent, layout, tp=server.tp_size, ep=server.ep_size),
         )  # fmt: skip
         answer = self._ask(self._manager.load_lora_adapter_from_tensors(request, None))
-        del request
-        if torch.cuda.is_available():
-            torch.cuda.ipc_collect()  # memory that was lent stays allocated until then
         if not answer.success:
-            raise AdapterError(f"SGLang refused adapter v{update.version} as {name}: {answer.error_message}")
+            raise AdapterError(f"SGLang refused adapter v{lent.version} as {name}: {answer.error_message}")
 
     def unload(self, name: str) -> None:
         from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput

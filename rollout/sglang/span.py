@@ -6,11 +6,7 @@ from collections.abc import Iterator
 
 from miles_k3.config import Recipe
 from miles_k3.k3.config import K3Config
-from miles_k3.plan.weights import Share, adapter_numbers
 from miles_k3.world import TORCHRUN, World
-
-BF16 = 2
-REMOTE_BYTES = 4_000_000_000  # of an adapter that is sent to other machines by value, within one message of SGLang's
 
 
 def engine_ranks(recipe: Recipe, rank: int, ranks: int) -> range:
@@ -28,7 +24,25 @@ def sampled_share(recipe: Recipe, world: World, count: int) -> range:
     return range(count * ranks.start // world.size, count * ranks.stop // world.size)
 
 
-def span_problems(recipe: Recipe, config: K3Config, *, ranks: int, per_node: int, launcher: str) -> Iterator[str]:
+def worker_experts(worker: int, *, tp: int, ep: int, experts: range) -> range:
+    """Those of the routed `experts` whose factors rank `worker` of an engine's `tp` has: SGLang numbers the ranks that
+    share an expert's columns first, then the `ep` groups of experts."""
+    group, each = worker // (tp // ep), len(experts) // ep
+    return experts[group * each : (group + 1) * each]
+
+
+def held_experts(recipe: Recipe, config: K3Config, rank: int, ranks: int) -> range | None:
+    """Of which routed experts `rank` needs the factors for its part of its engine; None: a whole adapter, no shard."""
+    if recipe.rollout.engine != "sglang":
+        return None
+    span, tp = engine_ranks(recipe, rank, ranks), recipe.rollout.engine_tp
+    experts, each = range(config.num_experts if config.moe_layers else 0), tp // len(span)
+    first = (rank - span.start) * each
+    ends = [worker_experts(w, tp=tp, ep=recipe.rollout.sglang.ep, experts=experts) for w in (first, first + each - 1)]
+    return range(ends[0].start, ends[-1].stop)
+
+
+def span_problems(recipe: Recipe, *, ranks: int, per_node: int, launcher: str) -> Iterator[str]:
     """Why a run of so many ranks can't start the recipe's engines, a sentence each with what to change."""
     own, tp = recipe.rollout.sglang, recipe.rollout.engine_tp
     if own.disaggregation.transfer != "off":
@@ -63,11 +77,3 @@ def span_problems(recipe: Recipe, config: K3Config, *, ranks: int, per_node: int
             f"rollout.sglang.nodes is {own.nodes}, but rollout.engine_tp {tp} over nodes of {per_node} ranks spans "
             f"{needed}; set it to {needed}"
         )
-    if needed > 1:
-        size = adapter_numbers(config, Share.whole(config), recipe.lora.rank, one_gate_up_a=False).total * BF16
-        if size > REMOTE_BYTES:
-            yield (
-                f"an adapter has {size / 1e9:.1f} GB, and an engine over several machines is sent it whole, by "
-                f"value, which is done up to {REMOTE_BYTES / 1e9:g} GB; lower lora.rank, or set rollout.engine_tp to "
-                f"{per_node} or less and rollout.sglang.nodes: 1"
-            )

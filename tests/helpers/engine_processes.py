@@ -12,7 +12,7 @@ from miles_k3.adapters.update import make_update
 from miles_k3.errors import AdapterError
 from miles_k3.protocols import OnTokens
 from miles_k3.ray.remote_engine import EngineGoneError, RemoteEngine
-from miles_k3.types import AdapterConfig, AdapterUpdate, Completion, FinishReason
+from miles_k3.types import AdapterConfig, AdapterUpdate, Completion, FinishReason, LentAdapter
 
 
 def new_update(version: int) -> AdapterUpdate:
@@ -77,7 +77,7 @@ class Process:
                 token_ids=(1,), logprobs=(-0.5,), text="x", finish_reason=reason, adapter_version=self.version
             ))  # fmt: skip
 
-    def load(self, update: AdapterUpdate) -> int:
+    def load(self, update: AdapterUpdate | LentAdapter) -> int:
         self._judge("load")
         if update.sha256 == "bad":
             raise AdapterError("damaged")

@@ -25,7 +25,7 @@ MODULES = {
     "sglang.srt.weight_sync": "", "sglang.srt.entrypoints.engine": "Engine",
     "sglang.srt.managers.tokenizer_manager": "kill_process_tree",
     "sglang.srt.managers.io_struct": "GenerateReqInput, LoadLoRAAdapterFromTensorsReqInput, UnloadLoRAAdapterReqInput",
-    "sglang.srt.utils": "MultiprocessingSerializer", "sglang.srt.weight_sync.tensor_bucket": "FlattenedTensorMetadata",
+    "sglang.srt.weight_sync.tensor_bucket": "FlattenedTensorMetadata",
     "sglang.launch_server": "serve_node",
 }  # fmt: skip
 PACKAGES = {name.rpartition(".")[0] for name in MODULES} | {"sglang.srt.entrypoints", "sglang.srt.managers"}
@@ -75,7 +75,7 @@ def serve_node() -> None:
 class Engine:
     def __init__(self, *, custom_sigquit_handler: Any, **arguments: Any) -> None:
         note("engine", arguments=arguments)
-        self.server_args = SimpleNamespace(tp_size=arguments["tp_size"], nnodes=arguments.get("nnodes", 1))
+        self.server_args = SimpleNamespace(tp_size=arguments["tp_size"], ep_size=arguments["ep_size"])
         self._scheduler = _sleep("scheduler")
         self.tokenizer_manager = _Manager(self._scheduler)
 
@@ -102,10 +102,11 @@ class _Manager:
     def abort_request(self, _: str) -> None: ...
 
     async def load_lora_adapter_from_tensors(self, request: Any, _: object) -> SimpleNamespace:
-        sent = request.serialized_named_tensors
-        near, far = (pickle.loads(sent[at]) for at in (0, -1))
-        same = bool((near["flattened_tensor"] == far["flattened_tensor"]).all())
-        note("load", name=request.lora_name, ranks=len(sent), same=same, by_value=sent[-1] is sent[-2])
+        sent = [pickle.loads(each) for each in request.serialized_named_tensors]
+        sums = [int(each["flattened_tensor"].long().sum()) for each in sent]
+        longest = max(map(len, request.serialized_named_tensors))
+        shapes = [{m.name: list(m.shape) for m in each["metadata"] if ".experts.w2.lora_A" in m.name} for each in sent]
+        note("load", name=request.lora_name, sums=sums, longest=longest, shapes=shapes)
         return SimpleNamespace(success=True)
 
     async def unload_lora_adapter(self, request: Any, _: object) -> SimpleNamespace:
@@ -126,12 +127,6 @@ class LoadLoRAAdapterFromTensorsReqInput(SimpleNamespace): ...
 
 
 class UnloadLoRAAdapterReqInput(SimpleNamespace): ...
-
-
-class MultiprocessingSerializer:
-    @staticmethod
-    def serialize(obj: object) -> bytes:
-        return pickle.dumps(obj)
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from helpers.tiny import tiny_config
 
 from miles_k3.rollout.sglang.backend import OnProgress, SglangGoneError
-from miles_k3.types import AdapterUpdate
+from miles_k3.types import LentAdapter
 
 CONFIG = tiny_config()
 
@@ -53,10 +53,10 @@ class StandIn:
         self.told.append(("score", adapter))
         return [{"input_token_logprobs": [(None, s[0], None), *((-1.0, t, None) for t in s[1:])]} for s in sequences]
 
-    def load(self, name: str, update: AdapterUpdate) -> None:
+    def load(self, name: str, lent: LentAdapter) -> None:
         if self.gone:
             raise SglangGoneError("its processes have ended")
-        self.told.append(("load", name, update.version))
+        self.told.append(("load", name, lent.version))
 
     def unload(self, name: str) -> None:
         self.told.append(("unload", name))

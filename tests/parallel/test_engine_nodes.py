@@ -14,21 +14,23 @@ import pytest
 from helpers.fake_sglang import FOLDER, notes, write_package
 from helpers.tiny import tiny_adapter
 
-from miles_k3.adapters.update import make_update
+from miles_k3.adapters.layout import adapter_layout
+from miles_k3.adapters.transport.loan import Loan
+from miles_k3.adapters.update import as_shard, make_update
 from miles_k3.assemble import adapter_config, model_config
 from miles_k3.ray.actors import Order, RayEngineProcess
 from miles_k3.ray.cluster import Request, placed
 from miles_k3.ray.engine_nodes import engine_nodes
 from miles_k3.ray.remote_engine import RemoteEngine
 from miles_k3.recipe import load_recipe
-from miles_k3.rollout.sglang.span import engine_ranks
-from miles_k3.types import AdapterUpdate, Completion, SamplingParams
+from miles_k3.rollout.sglang.span import engine_ranks, held_experts
+from miles_k3.types import Completion, LentAdapter, SamplingParams
 
 pytestmark = pytest.mark.parallel
 
 ROOT = Path(__file__).parents[2]
-SPAN = ("rollout.engine=sglang", "rollout.engine_tp=4", "rollout.sglang.nodes=2", "cluster.nodes=2",
-        "cluster.ranks_per_node=2", "rollout.sampling.max_new_tokens=4")  # fmt: skip
+SPAN = ("rollout.engine=sglang", "rollout.engine_tp=4", "rollout.sglang.ep=2", "rollout.sglang.nodes=2",
+        "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.sampling.max_new_tokens=4")  # fmt: skip
 WAIT_S = 60.0
 
 
@@ -68,10 +70,18 @@ def order(bundles: list[Any]) -> Order:
     )  # fmt: skip
 
 
-def update(told_of: Order, version: int) -> AdapterUpdate:
-    config = model_config(told_of.recipe)
-    adapter = adapter_config(told_of.recipe)
-    return make_update(version, adapter, tiny_adapter(config, adapter))
+def lend(told_of: Order, version: int) -> tuple[LentAdapter, list[Loan]]:
+    """The shards of all four ranks; the loans end with what holds them."""
+    config, adapter = model_config(told_of.recipe), adapter_config(told_of.recipe)
+    layout = adapter_layout(config, adapter)
+    update = make_update(version, adapter, tiny_adapter(config, adapter, seed=version))
+    loans = []
+    for rank in range(4):
+        shard = as_shard(update, layout, held_experts(told_of.recipe, config, rank, 4)).shard
+        assert shard is not None
+        loans.append(Loan(shard, readers=1, keep=True))
+    shards = tuple(loan.lent for loan in loans)
+    return LentAdapter(version=version, config=adapter, sha256=update.sha256, shards=shards), loans
 
 
 def ask(engine: RemoteEngine) -> Completion:
@@ -88,8 +98,12 @@ def test_its_machines_are_started_together_end_together_and_are_started_again(to
         engine = RemoteEngine(
             lambda: RayEngineProcess(of_rank, "the engine", WAIT_S), name="the engine", restarts=3, timeout_s=WAIT_S
         ).ready()
-        engine.load_adapter(update(of_rank, 0))
-        engine.load_adapter(update(of_rank, 1))
+        kept = []
+        for version in range(2):
+            lent, loans = lend(of_rank, version)
+            engine.load_adapter(lent)
+            kept = loans
+        assert len(kept) == 4
         assert ask(engine).adapter_version == 1
 
         (started,), (node,) = notes(told, "engine"), notes(told, "node")
@@ -101,13 +115,17 @@ def test_its_machines_are_started_together_end_together_and_are_started_again(to
         assert int(flag(argv, "--port")) != int(arguments["dist_init_addr"].rpartition(":")[2])
         assert [one["environment"]["CUDA_VISIBLE_DEVICES"] for one in (started, node)] == ["4,5", "6,7"]
         loads = notes(told, "load")
-        assert [(one["name"], one["ranks"], one["same"], one["by_value"]) for one in loads] == [
-            ("policy@0", 4, True, True), ("policy@1", 4, True, True),
-        ]  # fmt: skip
+        assert [one["name"] for one in loads] == ["policy@0", "policy@1"]
+        for one in loads:
+            assert one["sums"][:2] == [one["sums"][0]] * 2, "two share the columns of the same experts"
+            assert one["sums"][0] != one["sums"][2]
+            assert {shape[0] for shapes in one["shapes"] for shape in shapes.values()} == {4}, "half of eight experts"
+            assert one["longest"] < 50_000, "handles and tables, no tensors"
 
         os.kill(notes(told, "scheduler")[-1]["child"], signal.SIGKILL)
         assert ask(engine).adapter_version == 1, "another one has the current adapter"
-        assert [one["name"] for one in notes(told, "load")][2:] == ["policy@1"]
+        again = notes(told, "load")[2]
+        assert (again["name"], again["sums"]) == ("policy@1", loads[1]["sums"]), "the ranks' memory is read again"
         assert len(notes(told, "engine")) == len(notes(told, "node")) == 2
 
         first_machine = psutil.Process(notes(told, "engine")[-1]["pid"])

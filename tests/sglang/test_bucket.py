@@ -1,4 +1,4 @@
-"""What the ranks of an engine over two machines are sent, read by SGLang's own code."""
+"""What the ranks of an engine are sent, read by SGLang's own code."""
 
 from __future__ import annotations
 
@@ -6,29 +6,38 @@ import torch
 from helpers.tiny import tiny_adapter
 
 from miles_k3.adapters.layout import adapter_layout
-from miles_k3.adapters.update import make_update
+from miles_k3.adapters.transport.loan import Loan
+from miles_k3.adapters.update import as_shard, make_update
 from miles_k3.k3.config import K3Config
-from miles_k3.rollout.sglang.bucket import serialized
-from miles_k3.types import AdapterConfig
+from miles_k3.rollout.sglang.bucket import payloads
+from miles_k3.rollout.sglang.span import worker_experts
+from miles_k3.types import AdapterConfig, LentAdapter
 
 ADAPTER = AdapterConfig(rank=4, alpha=8.0)
 
 
-def test_near_and_far_ranks_read_the_same_adapter(config: K3Config) -> None:
-    """A far one gets the bytes: it deserializes them, with SGLang's guard against foreign classes, to tensors."""
+def test_each_rank_reads_its_shard(config: K3Config) -> None:
+    """By a handle, with SGLang's guard against foreign classes; of two lenders, two readers each."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    update = make_update(0, ADAPTER, tiny_adapter(config, ADAPTER))
-    layout = adapter_layout(config, ADAPTER)
-    sent = serialized(update, layout, 4, here=2)
-    assert sent[2] is sent[3], "a message holds the bytes once"
-    size = sum(t.numel() for t in update.tensors.values()) * 2
-    assert len(sent[0]) < size / 4, "a near one gets a handle"
-    assert size < len(sent[3]) < 1.5 * size + 100_000
-    for one in (sent[0], sent[3]):
-        read = MultiprocessingSerializer.deserialize(one)
+    update, layout = make_update(0, ADAPTER, tiny_adapter(config, ADAPTER)), adapter_layout(config, ADAPTER)
+    experts = range(config.num_experts)
+    half = len(experts) // 2
+    loans = []
+    for held in (experts[:half], experts[half:]):
+        shard = as_shard(update, layout, held).shard
+        assert shard is not None
+        loans.append(Loan(shard, readers=2, keep=True))
+    lent = LentAdapter(version=0, config=ADAPTER, sha256=update.sha256, shards=tuple(loan.lent for loan in loans))
+    for worker, sent in enumerate(payloads(lent, layout, tp=4, ep=4)):
+        assert len(sent) < 30_000, "a handle and a table"
+        read = MultiprocessingSerializer.deserialize(sent)
         bucket = FlattenedTensorBucket(flattened_tensor=read["flattened_tensor"], metadata=read["metadata"])
+        needed = worker_experts(worker, tp=4, ep=4, experts=experts)
         tensors = dict(bucket.reconstruct_tensors())
         assert tensors.keys() == update.tensors.keys()
-        assert all(torch.equal(t, update.tensors[name].to(torch.bfloat16)) for name, t in tensors.items())
+        for name, tensor in tensors.items():
+            whole = update.tensors[name].to(torch.bfloat16)
+            own = whole[needed.start : needed.stop] if layout[name].per_expert else whole
+            assert torch.equal(tensor, own), (worker, name)

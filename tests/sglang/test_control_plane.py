@@ -9,6 +9,8 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,9 @@ import pytest
 from helpers.sglang_cpu import CPU_ARGUMENTS, RANK
 from helpers.tiny import tiny_adapter
 
-from miles_k3.adapters.update import make_update
+from miles_k3.adapters.layout import adapter_layout
+from miles_k3.adapters.transport.loan import Loan
+from miles_k3.adapters.update import as_shard, make_update
 from miles_k3.errors import AdapterError, EngineError
 from miles_k3.k3.config import K3Config
 from miles_k3.plan.engine import BF16, engine_bytes
@@ -27,7 +31,7 @@ from miles_k3.rollout.sglang.backend import SglangGoneError
 from miles_k3.rollout.sglang.engine import SglangEngine
 from miles_k3.rollout.sglang.hooks import hook_names
 from miles_k3.rollout.sglang.hooks.report import KEY
-from miles_k3.types import AdapterConfig, AdapterUpdate, SamplingParams
+from miles_k3.types import AdapterConfig, AdapterUpdate, LentAdapter, SamplingParams
 
 if TYPE_CHECKING:
     from miles_k3.rollout.sglang.running import RunningSglang
@@ -44,6 +48,14 @@ ASKED = [
 
 def an_update(config: K3Config, version: int) -> AdapterUpdate:
     return make_update(version, ADAPTER, tiny_adapter(config, ADAPTER, seed=version))
+
+
+@contextmanager
+def lent(config: K3Config, update: AdapterUpdate) -> Iterator[LentAdapter]:
+    shard = as_shard(update, adapter_layout(config, update.config)).shard
+    assert shard is not None
+    loan = Loan(shard, readers=1, keep=True)
+    yield LentAdapter(version=update.version, config=update.config, sha256=update.sha256, shards=(loan.lent,))
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +91,11 @@ def test_versions_come_and_go_through_sglangs_own_api(engine: SglangEngine, runn
 
 def test_a_loaded_name_is_refused_and_sglang_lives_on(engine: SglangEngine, running: RunningSglang,
                                                       config: K3Config) -> None:  # fmt: skip
-    with pytest.raises(AdapterError, match=r"SGLang refused adapter v3 as policy@3: .*already loaded"):
-        running.load("policy@3", an_update(config, 3))
+    with (
+        lent(config, an_update(config, 3)) as again,
+        pytest.raises(AdapterError, match=r"SGLang refused adapter v3 as policy@3: .*already loaded"),
+    ):
+        running.load("policy@3", again)
     with pytest.raises(EngineError, match="did not give policy@9 up"):
         running.unload("policy@9")
     engine.load_adapter(an_update(config, 4))
@@ -92,8 +107,8 @@ def test_a_rank_above_the_slots_is_refused_by_us_and_by_sglang(engine: SglangEng
     update = make_update(5, wide, tiny_adapter(config, wide))
     with pytest.raises(AdapterError, match="has rank 8, slots hold 4"):
         engine.load_adapter(update)
-    with pytest.raises(AdapterError, match="SGLang refused adapter v5"):
-        running.load("policy@5", update)
+    with lent(config, update) as wider, pytest.raises(AdapterError, match="SGLang refused adapter v5"):
+        running.load("policy@5", wider)
     assert engine.adapter_version == 4
 
 

@@ -4,14 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.engine_processes import new_update
+from helpers.tiny import tiny_config
 
 from miles_k3 import sync
 from miles_k3.errors import SyncError
 from miles_k3.recipe import load_recipe
+from miles_k3.rollout.sglang.lending import Lending
 from miles_k3.rollout.sglang.neighbour import NeighbourEngine
 from miles_k3.rollout.tasks.registry import make_task
 from miles_k3.tokenizer import load_tokenizer
+from miles_k3.world import World
 
 SENT = SimpleNamespace(version=1, payload_bytes=8, load_s=0.0)
 
@@ -28,7 +30,7 @@ class Side:
             for i, s in enumerate(sequences)
         ]
 
-    def export_adapter(self):
+    def export_adapter(self, experts=None):
         return None
 
 
@@ -85,19 +87,24 @@ def test_a_difference_everywhere_stops_the_run(monkeypatch, recipe, tokenizer):
         run_sync(monkeypatch, recipe, tokenizer, Side(), Side(off=range(99), by=0.02))
 
 
-def test_a_rank_without_an_engine_of_its_own_judges_nothing(recipe, tokenizer):
-    """It follows the version; the numbers are those of the ranks that have one."""
+def test_a_rank_without_an_engine_of_its_own_judges_nothing(monkeypatch, recipe, tokenizer):
+    """Its shard is asked for; the numbers are those of the ranks that have an engine."""
+    asked = []
 
     class Exporting(Side):
-        def export_adapter(self):  # type: ignore[override]
-            return new_update(0)
-
-    neighbour = NeighbourEngine()
+        def export_adapter(self, experts=None):
+            asked.append(experts)
 
     class Two:
+        def together(self, work):
+            return work()
+
         def everywhere(self, work):
             return [{"sync/version": 0, "sync/bytes": 8, "sync/load_s": 1.0, "sync/canary_diff": 0.5}, work()]
 
-    told = sync.AdapterSync(recipe, canary_of(recipe, tokenizer), Exporting(), neighbour, Two())()  # type: ignore[arg-type]
+    monkeypatch.setattr(sync, "publish", lambda update, engine: SENT)
+    neighbour = NeighbourEngine(Lending(recipe, tiny_config(), World(rank=1, size=2)))
+    canary = canary_of(recipe, tokenizer)
+    told = sync.AdapterSync(recipe, canary, Exporting(), neighbour, Two(), range(4, 8))()  # type: ignore[arg-type]
     assert told["sync/canary_diff"] == 0.5
-    assert neighbour.adapter_version == 0
+    assert asked == [range(4, 8)]

@@ -2,8 +2,8 @@
 
 SGLang copies each tensor to the host when it is loaded, and at its first use pins, scales and copies each of the 896
 experts of a layer by itself: 1.3 to 1.7 s for 0.8 GB on an H200. Here the packed factors of a layer's experts go into
-the slot in one copy each, and tensors that come from a GPU are copied to the rank's own; of the routed experts an
-expert-parallel rank keeps its own only, where it would hold all of them otherwise.
+the slot in one copy each, and tensors that come from a GPU are copied to the rank's own. An expert-parallel rank is
+given the factors of its own experts only, where SGLang expects all of them.
 
 Shapes: E experts of this rank, R rank of the adapter, M rank that the slots hold, c parts in a stacked A (gate and up).
 """
@@ -43,26 +43,13 @@ def _refuse_misfit(slot: Tensor, given: Tensor, expected: tuple[int, ...], rank_
         raise ValueError(f"an expert factor of shape {list(given.shape)} came for a slot of {list(slot.shape)}")
 
 
-def rank_share(factor: Tensor, target: str, which: str, *, experts: slice, columns: slice, width: int) -> Tensor:
-    """A tensor-parallel and expert-parallel rank's part of a packed factor.
-
-    `experts`: those of the rank, where the factor has one each; `columns`: its part of an expert's `width` columns.
-    """
-    if factor.shape[0] > 1:
-        factor = factor[experts]
+def rank_columns(factor: Tensor, target: str, which: str, *, columns: slice, width: int) -> Tensor:
+    """A tensor-parallel rank's part of a packed factor: `columns` of an expert's `width`, where the factor has them."""
     if target == "down_proj" and which == "A":
         return factor[..., columns]
     if target == "gate_up_proj" and which == "B":
         return torch.cat([factor[:, columns], factor[:, width + columns.start : width + columns.stop]], dim=1)
     return factor
-
-
-def own_experts(factor: Tensor, *, rank: int, ranks: int) -> Tensor:
-    """A packed factor's part of an expert-parallel rank; what experts share, or what can't be cut evenly, whole."""
-    count, rest = divmod(factor.shape[0], ranks)
-    if factor.ndim != 3 or factor.shape[0] == 1 or rest:
-        return factor
-    return factor[rank * count : (rank + 1) * count]
 
 
 def split_names(names: Mapping[str, Any]) -> dict[tuple[str, str], str]:
@@ -82,18 +69,15 @@ def install() -> None:
     from sglang.srt.lora.layers import FusedMoEWithLoRA
     from sglang.srt.lora.lora import LoRAAdapter
     from sglang.srt.lora.mem_pool import LoRAMemoryPool
-    from sglang.srt.runtime_context import get_parallel
 
     take, load = LoRAAdapter._process_weight, LoRAMemoryPool.load_lora_weight_to_buffer
 
     @functools.wraps(take)
     def keep_on_device(self: Any, name: str, loaded_weight: Tensor) -> None:
-        layer, parallel = adapters.get_layer_id(name), get_parallel()
+        layer = adapters.get_layer_id(name)
         if layer is None or not loaded_weight.is_cuda:
             take(self, name, loaded_weight)
             return
-        if ".experts." in name:
-            loaded_weight = own_experts(loaded_weight, rank=parallel.moe_ep_rank, ranks=parallel.moe_ep_size)
         # A copy: the memory is the sender's, who goes on with it, and may be another GPU's.
         self.layers[layer].weights[name] = loaded_weight.to(f"cuda:{torch.cuda.current_device()}", copy=True)
 
@@ -133,13 +117,8 @@ def _take_experts(adapter: Any, modules: Any, wrapper: type) -> dict[int, dict[s
 def _fill_layer(pool: Any, layer: int, slot: int, experts: Any, factors: Mapping[str, Tensor], scaling: float) -> None:
     width = experts.intermediate_size_per_partition
     columns = slice(experts.moe_tp_rank * width, (experts.moe_tp_rank + 1) * width)
-    count = pool._num_experts_local if pool.moe_use_local_expert_ids else None
-    mine = slice(0, None) if count is None else slice(pool.moe_ep_rank * count, (pool.moe_ep_rank + 1) * count)
     for (target, which), name in split_names(factors).items():
-        taken = slice(0, None) if factors[name].shape[0] == count else mine  # cut when it was loaded
-        part = rank_share(
-            factors[name], target, which, experts=taken, columns=columns, width=width * experts.moe_tp_size
-        )
+        part = rank_columns(factors[name], target, which, columns=columns, width=width * experts.moe_tp_size)
         if which == "A":
             parts = 2 if target == "gate_up_proj" else 1
             fill_a(pool.A_buffer[f"{target}_moe"][layer][slot], part, parts=parts)

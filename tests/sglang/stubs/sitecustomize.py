@@ -10,6 +10,7 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -91,6 +92,29 @@ def _tells_bytes(module: ModuleType) -> None:
     module.Scheduler.get_internal_state = with_bytes  # type: ignore[attr-defined]
 
 
+def _tells_slots(module: ModuleType) -> None:
+    """Where SGLANG_CPU_SLOTS names a folder, each rank moves an adapter into its slot at once, as its first use would,
+    and writes the slot's factors of routed experts there."""
+    load = module.LoRAManager.load_lora_adapter_from_tensors
+
+    def with_slot(self: Any, reference: Any, *arguments: Any) -> Any:
+        answer, folder = load(self, reference, *arguments), os.environ.get("SGLANG_CPU_SLOTS")
+        if folder is not None and answer.success:
+            self.fetch_new_loras({None, reference.lora_id})
+            pool = self.memory_pool
+            slot = pool.uid_to_buffer_id[reference.lora_id]
+            held = {
+                f"{kind}.{target}": {layer: tensor[slot] for layer, tensor in enumerate(tensors)}
+                for kind, buffer in (("A", pool.A_buffer), ("B", pool.B_buffer))
+                for target, tensors in buffer.items()
+                if target.endswith("_moe")
+            }  # fmt: skip
+            torch.save(held, f"{folder}/{pool.tp_rank}.pt")
+        return answer
+
+    module.LoRAManager.load_lora_adapter_from_tensors = with_slot  # type: ignore[attr-defined]
+
+
 def _held(runner: Any) -> dict[str, int]:
     pool, cache = runner.lora_manager.memory_pool, runner.req_to_token_pool.mamba_pool.mamba_cache
     outside = [t for name, t in (*runner.model.named_parameters(), *runner.model.named_buffers())
@@ -113,6 +137,7 @@ _PATCHES = {
     "triton_kernels.numerics_details.mxfp": _plain_mxfp4,
     "sglang.srt.layers.quantization.mxfp4": _plain_experts,
     "sglang.srt.managers.scheduler": _tells_bytes,
+    "sglang.srt.lora.lora_manager": _tells_slots,
     "sglang.srt.distributed.device_communicators.pynccl": _without_nccl,
 }
 

@@ -75,13 +75,12 @@ def test_a_plan_that_does_not_fit_says_why_and_what_to_change(
 
 
 def test_what_a_launch_refuses_is_said_beside_a_plan_that_fits(capsys, monkeypatch):
-    code, out, _ = run(capsys, monkeypatch, "plan", "k3-64xgb300")
+    code, out, _ = run(capsys, monkeypatch, "plan", "k3-64xgb300", "--set", "rollout.sglang.nodes=2")
     assert code == 0
-    assert (
-        "memory aside, miles-k3 launch refuses it: an adapter has 49.1 GB, and an engine over several machines" in out
-    )
-    _, out, _ = run(capsys, monkeypatch, "plan", "tiny-cpu")
-    assert "launch refuses" not in out
+    assert "memory aside, miles-k3 launch refuses it: rollout.sglang.nodes is 2, but rollout.engine_tp 16" in out
+    for recipe in ("k3-64xgb300", "k3-16xgb300", "tiny-cpu"):
+        code, out, _ = run(capsys, monkeypatch, "plan", recipe)
+        assert (code, "launch refuses" in out) == (0, False), recipe
 
 
 def test_the_json_holds_every_rank_phase_and_item(

@@ -14,7 +14,7 @@ from torch import Tensor
 from miles_k3.adapters.layout import adapter_layout
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.ops.situ import situ
-from miles_k3.rollout.sglang.hooks.direct_swap import fill_a, fill_b, own_experts, rank_share, split_names
+from miles_k3.rollout.sglang.hooks.direct_swap import fill_a, fill_b, rank_columns, split_names
 from miles_k3.rollout.sglang.hooks.expert_lora import refuse_padding, runs_base_only
 from miles_k3.rollout.sglang.hooks.graph_buffers import plain_shapes
 from miles_k3.rollout.sglang.hooks.hidden_dims import module_dims
@@ -197,28 +197,19 @@ def test_a_factor_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_a_ranks_part_of_a_factor() -> None:
-    """Two expert-parallel by two tensor-parallel ranks; what is shared by experts stays whole."""
+    """Of two tensor-parallel ranks; what is shared by experts stays whole."""
     width, experts = 4, 6
     up_b, down_a = torch.randn(experts, 2 * width, 3), torch.randn(experts, 3, width)
-    for ep in range(2):
-        for tp in range(2):
-            mine, columns = slice(3 * ep, 3 * ep + 3), slice(2 * tp, 2 * tp + 2)
-            at = {"experts": mine, "columns": columns, "width": width}
-            part = rank_share(up_b, "gate_up_proj", "B", **at)
-            assert torch.equal(part[:, :2], up_b[mine, columns])
-            assert torch.equal(part[:, 2:], up_b[mine, width + 2 * tp : width + 2 * tp + 2])
-            assert torch.equal(rank_share(down_a, "down_proj", "A", **at), down_a[mine, :, columns])
-            for target, which in (("gate_up_proj", "A"), ("down_proj", "B")):
-                shared = torch.randn(1, 3, 5)
-                assert torch.equal(rank_share(shared, target, which, **at), shared)
-
-
-def test_an_expert_parallel_rank_keeps_its_own_experts() -> None:
-    factor, shared = torch.randn(6, 4, 2), torch.randn(1, 4, 2)
-    parts = [own_experts(factor, rank=rank, ranks=3) for rank in range(3)]
-    assert torch.equal(torch.cat(parts), factor)
-    assert own_experts(shared, rank=1, ranks=3) is shared
-    assert own_experts(factor, rank=1, ranks=4) is factor, "SGLang keeps them whole then, too"
+    for tp in range(2):
+        columns = slice(2 * tp, 2 * tp + 2)
+        at = {"columns": columns, "width": width}
+        part = rank_columns(up_b, "gate_up_proj", "B", **at)
+        assert torch.equal(part[:, :2], up_b[:, columns])
+        assert torch.equal(part[:, 2:], up_b[:, width + 2 * tp : width + 2 * tp + 2])
+        assert torch.equal(rank_columns(down_a, "down_proj", "A", **at), down_a[:, :, columns])
+        for target, which in (("gate_up_proj", "A"), ("down_proj", "B")):
+            shared = torch.randn(1, 3, 5)
+            assert torch.equal(rank_columns(shared, target, which, **at), shared)
 
 
 def test_only_packed_routed_experts_are_taken() -> None:

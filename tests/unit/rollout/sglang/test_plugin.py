@@ -11,16 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-from helpers.tiny import tiny_adapter, tiny_config
 
-from miles_k3.adapters.layout import adapter_layout
-from miles_k3.adapters.update import make_update
 from miles_k3.rollout.sglang import plugin
-from miles_k3.rollout.sglang.bucket import flat_adapter
 from miles_k3.rollout.sglang.versions import VERIFIED, version_problem
 from miles_k3.rollout.sglang.visible import GROUP, NAME, TARGET, make_visible
-from miles_k3.types import AdapterConfig
 
 ROOT = Path(__file__).parents[4]
 
@@ -95,15 +89,3 @@ def test_a_hook_that_fails_refuses_k3(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.install()
     with pytest.raises(RuntimeError, match=r"hook some_hook could not be put into SGLang.*no such method"):
         model()
-
-
-def test_the_bucket_holds_every_tensor_where_it_says() -> None:
-    config, adapter = tiny_config(), AdapterConfig(rank=4, alpha=8.0)
-    update = make_update(0, adapter, tiny_adapter(config, adapter, dtype=torch.float32))
-    layout = adapter_layout(config, adapter)
-    whole, starts = flat_adapter(update, layout)
-    assert whole.numel() == 2 * sum(t.numel() for t in update.tensors.values())
-    for name, start in starts.items():
-        expected = update.tensors[name]
-        end = start + 2 * expected.numel()
-        assert torch.equal(whole[start:end].view(torch.bfloat16).view(expected.shape), expected.to(torch.bfloat16))

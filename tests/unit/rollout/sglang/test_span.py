@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from miles_k3.config import Recipe
-from miles_k3.errors import EngineError, LaunchError
+from miles_k3.errors import LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.ray import driver
 from miles_k3.recipe import load_recipe
-from miles_k3.rollout.sglang.neighbour import NeighbourEngine
-from miles_k3.rollout.sglang.span import engine_ranks, sampled_share, span_problems
-from miles_k3.types import SamplingParams
+from miles_k3.rollout.sglang.span import engine_ranks, held_experts, sampled_share, span_problems, worker_experts
 from miles_k3.world import World
 
 K3 = K3Config.from_folder(Path("assets/kimi-k3"))
@@ -41,10 +38,10 @@ def test_prompts_go_to_the_ranks_that_have_an_engine(count: int) -> None:
 
 
 def problems(
-    *overrides: str, ranks: int = 8, per_node: int = 4, launcher: str = "ray", k3: bool = False
-) -> Iterator[str]:
+    *overrides: str, ranks: int = 8, per_node: int = 4, launcher: str = "ray"
+) -> Iterator[str]:  # fmt: skip
     made_of = made("cluster.ranks_per_node=0", *overrides)  # the world is given here
-    return span_problems(made_of, K3 if k3 else SMALL, ranks=ranks, per_node=per_node, launcher=launcher)
+    return span_problems(made_of, ranks=ranks, per_node=per_node, launcher=launcher)
 
 
 TWO_NODES = ("rollout.engine_tp=8", "rollout.sglang.nodes=2")
@@ -66,7 +63,6 @@ def test_what_can_be_started() -> None:
         (("rollout.engine_tp=8",), {}, "over nodes of 4 ranks spans 2; set it to 2"),
         (("rollout.engine_tp=4", "rollout.sglang.nodes=4"), {}, "spans 1; set it to 1"),
         (("rollout.engine_tp=4", "rollout.sglang.nodes=4"), {"ranks": 1}, "a run of one rank knows one machine"),
-        ((*TWO_NODES, "lora.rank=16"), {"k3": True}, "an adapter has 24.5 GB, and an engine over several machines"),
     ],
 )  # fmt: skip
 def test_what_can_not(overrides: tuple[str, ...], given: dict, said: str) -> None:
@@ -84,14 +80,23 @@ def test_a_launch_says_so_before_it_joins_a_cluster(monkeypatch: pytest.MonkeyPa
     assert "known to work up to 64" in str(caught.value), "and all else that SGLang can't do"
 
 
-def test_a_rank_without_an_engine_follows_and_answers_nothing() -> None:
-    from helpers.engine_processes import new_update
+def test_a_ranks_experts_are_those_of_its_workers() -> None:
+    """SGLang numbers the ranks that share an expert's columns first; four engines of 16 GPUs, one expert each of 16."""
+    twelve = range(12)
+    assert [worker_experts(w, tp=4, ep=2, experts=twelve) for w in range(4)] == [
+        range(6), range(6), range(6, 12), range(6, 12),
+    ]  # fmt: skip
+    cluster = load_recipe("k3-64xgb300").recipe
+    shares = [held_experts(cluster, K3, rank, 64) for rank in range(64)]
+    assert shares[:16] == [range(56 * rank, 56 * rank + 56) for rank in range(16)]
+    assert shares == shares[:16] * 4
+    one_rank = made("rollout.engine_tp=4", "rollout.sglang.ep=4", "cluster.ranks_per_node=0")
+    assert held_experts(one_rank, SMALL, 0, 1) == range(SMALL.num_experts)
+    assert held_experts(load_recipe("tiny-cpu").recipe, SMALL, 1, 2) is None, "an embedded engine takes all of it"
 
-    engine = NeighbourEngine()
-    engine.load_adapter(new_update(3))
-    engine.sleep()
-    engine.wake()
-    assert engine.adapter_version == 3
-    for ask in (lambda: engine.score([[1, 2]]), lambda: asyncio.run(engine.generate([1], SamplingParams()))):
-        with pytest.raises(EngineError, match="belongs to another rank's engine"):
-            ask()
+
+@pytest.mark.parametrize("name", ["k3-64xgb300", "k3-16xgb300"])
+def test_the_cluster_recipes_can_be_started(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    ranks = recipe.cluster.nodes * recipe.cluster.ranks_per_node
+    assert [*span_problems(recipe, ranks=ranks, per_node=4, launcher="ray")] == []
