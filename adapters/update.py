@@ -54,16 +54,22 @@ def as_shard(
 ) -> AdapterUpdate:  # fmt: skip
     """The shard of a whole, verified update with the factors of `experts` (None: of all), in memory of its own."""
     experts = all_experts(layout) if experts is None else experts
-    held, like = held_layout(layout, experts), update.tensors[next(iter(layout))]
-    flat = new_flat(held, dtype=like.dtype, device=like.device)
-    tensors = flat_views(flat, held)
-    for name, tensor in tensors.items():
-        whole = update.tensors[name].detach()
-        tensor.copy_(whole[experts.start : experts.stop] if layout[name].per_expert else whole)
+    flat = cut(update, layout, experts)
+    tensors = flat_views(flat, held_layout(layout, experts))
     sha256 = Holding.of(update.version, update.config, tensors, layout, experts).sha256
     made = dataclasses.replace(update, tensors=tensors, shard=Shard(experts=experts, flat=flat, sha256=sha256))
     remember(made)
     return made
+
+
+def cut(update: AdapterUpdate, layout: Mapping[str, AdapterTensor], experts: range) -> torch.Tensor:
+    """The flat memory of a shard of a whole, verified update."""
+    held, like = held_layout(layout, experts), update.tensors[next(iter(layout))]
+    flat = new_flat(held, dtype=like.dtype, device=like.device)
+    for name, tensor in flat_views(flat, held).items():
+        whole = update.tensors[name].detach()
+        tensor.copy_(whole[experts.start : experts.stop] if layout[name].per_expert else whole)
+    return flat
 
 
 def remember(update: AdapterUpdate) -> None:

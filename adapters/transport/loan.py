@@ -13,19 +13,19 @@ import weakref
 import torch
 
 from miles_k3.adapters.transport.slots import anonymous_memory, mapped
-from miles_k3.types import Handle, LentShard, Shard
+from miles_k3.types import Handle, LentShard
 
 
 class Loan:
-    """`shard`, lent to `readers` processes in BF16. Readers may open it until `close`, and go on reading after it."""
+    """A shard's flat memory, lent to `readers` processes in BF16. They may open it until `close`, and go on reading."""
 
-    def __init__(self, shard: Shard, *, readers: int, keep: bool) -> None:
+    def __init__(self, flat: torch.Tensor, experts: range, *, readers: int, keep: bool) -> None:
         """`keep`: whether there is a copy on the host to read again, beside the GPU's memory."""
-        flat = shard.flat.detach()
         on_gpu = flat.is_cuda and flat.dtype is torch.bfloat16
         kept = self._copied(flat) if keep or not on_gpu else None
         once = [_device_handle(flat) for _ in range(readers)] if on_gpu else [kept] * readers
-        self.lent = LentShard(experts=shard.experts, once=tuple(h for h in once if h is not None), kept=kept)
+        self._flat = flat if on_gpu else None  # it must live until it has been read
+        self.lent = LentShard(experts=experts, once=tuple(h for h in once if h is not None), kept=kept)
 
     def _copied(self, flat: torch.Tensor) -> Handle:
         num_bytes = flat.numel() * torch.bfloat16.itemsize
@@ -34,6 +34,10 @@ class Loan:
         mapped(descriptor, num_bytes).view(torch.bfloat16).copy_(flat)
         opener = functools.partial(torch.from_file, dtype=torch.uint8)
         return opener, (f"/proc/{os.getpid()}/fd/{descriptor}", True, num_bytes)
+
+    def read(self) -> None:
+        """All readers have it: this end's hold on a GPU's memory ends."""
+        self._flat = None
 
     def close(self) -> None:
         """Take the host's copy back. Nothing where there is none."""

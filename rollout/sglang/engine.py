@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from miles_k3.adapters.layout import adapter_layout
+from miles_k3.adapters.shard import all_experts
 from miles_k3.adapters.transport.loan import Loan, collect_lent
-from miles_k3.adapters.update import as_shard, number_findings, verify_update
+from miles_k3.adapters.update import cut, number_findings, verify_update
 from miles_k3.errors import AdapterError, EngineError
 from miles_k3.k3.config import K3Config
 from miles_k3.protocols import OnTokens
@@ -189,13 +190,12 @@ class SglangEngine:
             return
         layout = adapter_layout(self.config, update.config)
         verify_update(update, layout, **limits)
-        shard = as_shard(update, layout).shard
-        assert shard is not None
-        loan = Loan(shard, readers=1, keep=False)
+        experts = all_experts(layout)
+        loan = Loan(cut(update, layout, experts), experts, readers=1, keep=False)
         self._load(LentAdapter(
             version=update.version, config=update.config, sha256=update.sha256, shards=(loan.lent,)
         ))  # fmt: skip
-        del shard
+        loan.read()
         collect_lent()
 
     def _load(self, lent: LentAdapter) -> None:

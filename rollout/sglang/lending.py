@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from miles_k3.adapters.layout import adapter_layout
-from miles_k3.adapters.transport.loan import Loan, collect_lent
+from miles_k3.adapters.transport.loan import Loan
 from miles_k3.adapters.update import as_shard, verify_update
 from miles_k3.config import Recipe
 from miles_k3.errors import AdapterError
@@ -50,7 +50,7 @@ class Lending:
         if self._kept is not None:
             self._kept.close()
         self._kept = loan
-        collect_lent()
+        loan.read()
 
     def _lent(self, update: AdapterUpdate, current: int) -> Loan:
         layout = adapter_layout(self._config, update.config)
@@ -64,7 +64,7 @@ class Lending:
         verify_update(update, layout, **limits, experts=own)
         assert update.shard is not None
         readers = self._recipe.rollout.engine_tp // len(self._ranks)
-        return Loan(update.shard, readers=readers, keep=True)
+        return Loan(update.shard.flat, update.shard.experts, readers=readers, keep=True)
 
     def _refuse_foreign(self, offers: list[Offer]) -> None:
         """Every rank sees all offers, so all of them refuse the same."""

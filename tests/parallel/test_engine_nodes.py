@@ -16,7 +16,7 @@ from helpers.tiny import tiny_adapter
 
 from miles_k3.adapters.layout import adapter_layout
 from miles_k3.adapters.transport.loan import Loan
-from miles_k3.adapters.update import as_shard, make_update
+from miles_k3.adapters.update import cut, make_update
 from miles_k3.assemble import adapter_config, model_config
 from miles_k3.ray.actors import Order, RayEngineProcess
 from miles_k3.ray.cluster import Request, placed
@@ -77,9 +77,9 @@ def lend(told_of: Order, version: int) -> tuple[LentAdapter, list[Loan]]:
     update = make_update(version, adapter, tiny_adapter(config, adapter, seed=version))
     loans = []
     for rank in range(4):
-        shard = as_shard(update, layout, held_experts(told_of.recipe, config, rank, 4)).shard
-        assert shard is not None
-        loans.append(Loan(shard, readers=1, keep=True))
+        experts = held_experts(told_of.recipe, config, rank, 4)
+        assert experts is not None
+        loans.append(Loan(cut(update, layout, experts), experts, readers=1, keep=True))
     shards = tuple(loan.lent for loan in loans)
     return LentAdapter(version=version, config=adapter, sha256=update.sha256, shards=shards), loans
 

@@ -7,7 +7,7 @@ from helpers.tiny import tiny_adapter
 
 from miles_k3.adapters.layout import adapter_layout
 from miles_k3.adapters.transport.loan import Loan
-from miles_k3.adapters.update import as_shard, make_update
+from miles_k3.adapters.update import cut, make_update
 from miles_k3.k3.config import K3Config
 from miles_k3.rollout.sglang.bucket import payloads
 from miles_k3.rollout.sglang.span import worker_experts
@@ -26,9 +26,7 @@ def test_each_rank_reads_its_shard(config: K3Config) -> None:
     half = len(experts) // 2
     loans = []
     for held in (experts[:half], experts[half:]):
-        shard = as_shard(update, layout, held).shard
-        assert shard is not None
-        loans.append(Loan(shard, readers=2, keep=True))
+        loans.append(Loan(cut(update, layout, held), held, readers=2, keep=True))
     lent = LentAdapter(version=0, config=ADAPTER, sha256=update.sha256, shards=tuple(loan.lent for loan in loans))
     for worker, sent in enumerate(payloads(lent, layout, tp=4, ep=4)):
         assert len(sent) < 30_000, "a handle and a table"

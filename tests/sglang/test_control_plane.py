@@ -20,7 +20,7 @@ from helpers.tiny import tiny_adapter
 
 from miles_k3.adapters.layout import adapter_layout
 from miles_k3.adapters.transport.loan import Loan
-from miles_k3.adapters.update import as_shard, make_update
+from miles_k3.adapters.update import cut, make_update
 from miles_k3.errors import AdapterError, EngineError
 from miles_k3.k3.config import K3Config
 from miles_k3.plan.engine import BF16, engine_bytes
@@ -52,9 +52,8 @@ def an_update(config: K3Config, version: int) -> AdapterUpdate:
 
 @contextmanager
 def lent(config: K3Config, update: AdapterUpdate) -> Iterator[LentAdapter]:
-    shard = as_shard(update, adapter_layout(config, update.config)).shard
-    assert shard is not None
-    loan = Loan(shard, readers=1, keep=True)
+    experts = range(config.num_experts)
+    loan = Loan(cut(update, adapter_layout(config, update.config), experts), experts, readers=1, keep=True)
     yield LentAdapter(version=update.version, config=update.config, sha256=update.sha256, shards=(loan.lent,))
 
 

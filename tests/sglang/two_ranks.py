@@ -23,7 +23,7 @@ from helpers.tiny import tiny_adapter
 
 from miles_k3.adapters.layout import adapter_layout
 from miles_k3.adapters.transport.loan import Loan
-from miles_k3.adapters.update import as_shard, make_update
+from miles_k3.adapters.update import cut, make_update
 from miles_k3.k3.config import K3Config
 from miles_k3.rollout.sglang.commands import command_line
 from miles_k3.rollout.sglang.hooks.report import KEY
@@ -45,9 +45,7 @@ def lend(config: K3Config, rank: int) -> Loan:
     """A rank's shard; the whole adapter has the same numbers on both."""
     update, experts = make_update(0, ADAPTER, tiny_adapter(config, ADAPTER)), range(config.num_experts)
     own = worker_experts(rank, tp=2, ep=2, experts=experts)
-    shard = as_shard(update, adapter_layout(config, ADAPTER), own).shard
-    assert shard is not None
-    return Loan(shard, readers=1, keep=True)
+    return Loan(cut(update, adapter_layout(config, ADAPTER), own), own, readers=1, keep=True)
 
 
 def lend_to(rank: int, connection: Connection) -> None:
