@@ -13,15 +13,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_k3.adapters.peft_io import load_peft, save_peft
+from miles_k3.adapters.peft_io import load_peft
 from miles_k3.adapters.transport import publish
 from miles_k3.adapters.update import make_update
-from miles_k3.assemble import EngineMaker, Parts, adapter_config, assembled
+from miles_k3.assemble import DTYPES, EngineMaker, Parts, adapter_config, assembled
 from miles_k3.batch import make_batch
 from miles_k3.config import Recipe
 from miles_k3.cotraining import DraftFollower, SpeculationMeter
 from miles_k3.device_memory import device_memory
-from miles_k3.errors import AdapterError
+from miles_k3.errors import AdapterError, CheckpointError
+from miles_k3.export.origin import trainer_adapter
+from miles_k3.export.peft import write_adapter
 from miles_k3.harvest import eval_metrics, harvest, held_out_quality
 from miles_k3.launch import train_command
 from miles_k3.metrics import MetricsLog, SilentLog, StepTimer, peak_memory_bytes
@@ -30,7 +32,7 @@ from miles_k3.protocols import Trainer
 from miles_k3.rollout.collect import EvalResult
 from miles_k3.rollout.sglang.span import held_experts
 from miles_k3.run_folder import RunFolder
-from miles_k3.saving import Saver
+from miles_k3.saving import TRAINER, Saver
 from miles_k3.stop import stop_signal
 from miles_k3.sync import AdapterSync, make_canary
 from miles_k3.types import Group
@@ -237,14 +239,28 @@ class Ring:
                 self.saver.poll()
 
     def end(self) -> Path:
-        """The last checkpoint is whole, and the adapter is there as a PEFT folder."""
+        """The last checkpoint is whole, and the adapter is there as a PEFT folder, written from it a part at a time."""
         self.saver.finish()
-        update = self.trainer.export_adapter()
-        self.world.once(lambda: save_peft(self.run.adapter, update, self.recipe.model.path, overwrite=True))
+        if self.trainer.version == 0:  # no step has been taken, so none has been saved
+            self.saver.save(0)
+            self.saver.finish()
+        newest = self.run.latest_checkpoint()
+        self.world.once(lambda: self._write_adapter(newest))
         follower = self.follower
         if follower is not None:
             self.world.once(lambda: follower.write(self.run.path / "draft"))
         return self.run.adapter
+
+    def _write_adapter(self, checkpoint: tuple[int, Path] | None) -> None:
+        step, folder = checkpoint or (None, self.run.path)
+        if step != self.trainer.version:
+            raise CheckpointError(
+                f"{folder} has the checkpoint of step {step}, expected {self.trainer.version}, which was written just "
+                "now: its files were changed or lost; go on with --resume"
+            )
+        model = self.parts.model
+        with trainer_adapter(folder / TRAINER, model.config, DTYPES[self.recipe.model.dtype]) as adapter:
+            write_adapter(self.run.adapter, adapter, adapter.verify(), self.recipe.model.path, overwrite=True)
 
 
 def _agreed(asked: signal.Signals | None, world: World) -> signal.Signals | None:

@@ -112,12 +112,19 @@ def _of_run(run: Path, model: Path | None, step: int | None) -> Iterator[Origin]
         with _of_peft(run / "adapter", base, config, own) as origin:
             yield origin
         return
-    adapter = CheckpointAdapter(checkpoint / TRAINER, config, getattr(torch, recipe.model.dtype))
-    with adapter.reader:
+    with trainer_adapter(checkpoint / TRAINER, config, getattr(torch, recipe.model.dtype)) as adapter:
         yield Origin(
             adapter=adapter, sha256=adapter.verify(), version=adapter.version, place=checkpoint, model=base,
             config=config, own_base=own,
         )  # fmt: skip
+
+
+@contextmanager
+def trainer_adapter(folder: Path, config: K3Config, dtype: torch.dtype) -> Iterator[CheckpointAdapter]:
+    """The adapter of a trainer's checkpoint, whose files are open meanwhile."""
+    adapter = CheckpointAdapter(folder, config, dtype)
+    with adapter.reader:
+        yield adapter
 
 
 def _checkpoint(run: Path, step: int | None) -> Path | None:

@@ -28,9 +28,16 @@ def export_peft(origin: Origin, folder: Path, *, resume: bool) -> None:
     if resume:
         for left in folder.absolute().parent.glob(f".{folder.name}.*.tmp"):
             remove_tree(left)
-    fields = peft_config(origin.adapter.config, base_model=str(origin.model), expand_experts=True)
     with disk_errors(str(folder)):
-        write_peft(folder.absolute(), fields, _entries(origin.adapter), origin.sha256)
+        write_adapter(folder, origin.adapter, origin.sha256, str(origin.model))
+
+
+def write_adapter(
+    folder: Path, adapter: AdapterSource, sha256: str, base_model: str, *, overwrite: bool = False
+) -> None:  # fmt: skip
+    """The folder, whole or not at all; `sha256` is that of the adapter's content."""
+    fields = peft_config(adapter.config, base_model=base_model, expand_experts=True)
+    write_peft(folder.absolute(), fields, _entries(adapter), sha256, overwrite=overwrite)
 
 
 def _entries(adapter: AdapterSource) -> Iterator[Entry]:

@@ -14,6 +14,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from miles_k3.adapters.layout import adapter_layout
 from miles_k3.errors import AdapterError, EngineError
 from miles_k3.k3.config import K3Config
