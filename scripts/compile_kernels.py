@@ -1,8 +1,8 @@
 """Compile the Triton kernels at Kimi K3's widths for a GPU that needn't be there, and say what each one takes.
 
-Nothing is launched: inputs lie on the CPU, and a driver that only names its target stands in for CUDA's. Registers and
-spilled bytes are those of the assembled code. The code goes to Triton's cache, so a machine with the GPU and the same
-Triton finds it there.
+Nothing is launched: inputs lie on the CPU, and a driver that only names its target stands in for CUDA's. Registers,
+spilled bytes and hazards (`wgmma_hazards.py`) are those of the assembled code. The code goes to Triton's cache, so a
+machine with the GPU and the same Triton finds it there.
 
     python scripts/compile_kernels.py --capability 90 [--json FILE]
 """
@@ -27,6 +27,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+from wgmma_hazards import hazards
 
 from miles_k3.k3.kernels.attn_res_norm import Write, attn_res_norm
 from miles_k3.k3.kernels.block_attention import block_attention
@@ -55,7 +56,8 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """`shared` and `spilled` in bytes, of a block and of a thread; `waits` for the kernels before it by itself."""
+    """`shared` and `spilled` in bytes, of a block and of a thread; `hazards` of its asynchronous products: none where
+    all is right; `waits` for the kernels before it by itself."""
 
     kernel: str
     call: str
@@ -63,6 +65,7 @@ class Compiled:
     registers: int
     spilled: int
     shared: int
+    hazards: int
     waits: bool
 
 
@@ -199,7 +202,7 @@ def _moe_calls() -> Iterator[tuple[str, Any]]:
                     z, w, c, w13, w2, situ_beta=4.0, situ_linear_beta=25.0, lora=t
                 ),
             )
-    for rows in (256, 2048, 4096):
+    for rows in (256, 2048, 2336, 4096):
         ends = torch.full((FEW_EXPERTS,), rows // FEW_EXPERTS, dtype=torch.int32).cumsum(0).int()
         yield f"training, {rows // FEW_EXPERTS} rows an expert", lambda r=rows, e=ends: (
             grouped_mxfp4(randn(r, LATENT), w13, e), grouped_mxfp4_transposed(randn(r, 2 * INNER), w13, e),
@@ -257,13 +260,17 @@ def _sglang_calls() -> Iterator[tuple[str, Any]]:
             )
 
 
+def _told(cubin: Path, what: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
+
+
 def usage(cubin: Path) -> tuple[int, int]:
     """(registers, spilled bytes) of a thread, from the assembler's own tool."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    text = _told(cubin, "-res-usage")
     match = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if match is None:
-        raise RuntimeError(f"{tool} says nothing of registers: {text!r}")
+        raise RuntimeError(f"cuobjdump says nothing of registers: {text!r}")
     return int(match[1]), int(match[2])
 
 
@@ -282,7 +289,8 @@ def compile_all(capability: int, scratch: Path, *, dependent: bool = False) -> l
             registers, spilled = usage(cubin)
             seen[kernel.hash] = Compiled(
                 kernel=name, call=call, warps=kernel.metadata.num_warps, registers=registers, spilled=spilled,
-                shared=kernel.metadata.shared, waits="griddepcontrol.wait" in kernel.asm["ptx"],
+                shared=kernel.metadata.shared, hazards=len(hazards(_told(cubin, "-sass"))),
+                waits="griddepcontrol.wait" in kernel.asm["ptx"],
             )  # fmt: skip
     return list(seen.values())
 
@@ -295,9 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
         rows = compile_all(options.capability, Path(scratch), dependent=options.dependent)
-    print("| kernel | call | warps | registers | spilled | shared |\n|---|---|---|---|---|---|")
+    print("| kernel | call | warps | registers | spilled | shared | hazards |\n|---|---|---|---|---|---|---|")
     for r in rows:
-        print(f"| {r.kernel} | {r.call} | {r.warps} | {r.registers} | {r.spilled} | {r.shared:,} |")
+        print(f"| {r.kernel} | {r.call} | {r.warps} | {r.registers} | {r.spilled} | {r.shared:,} | {r.hazards} |")
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(r) for r in rows], indent=1) + "\n")
 

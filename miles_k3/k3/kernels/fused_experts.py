@@ -14,7 +14,6 @@ S adapters of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import triton
@@ -55,8 +54,7 @@ def fused_experts(
     shape = shape or forward_shape(experts_TK.numel(), w13.num_experts)
     routed = dispatch(experts_TK, w13.num_experts, shape.block)
     low_PS2TR, scale_ST = front_low(z_TZ, lora)
-    front = replace(shape, columns=16, registers=128) if shape.rows == 128 else shape  # what follows the sum takes many
-    act_MI = _gate_up(nibble_order(z_TZ), routed, w13, front, (situ_beta, situ_linear_beta), low_PS2TR, lora)
+    act_MI = _gate_up(nibble_order(z_TZ), routed, w13, shape, (situ_beta, situ_linear_beta), low_PS2TR, lora)
     y_MZ, low_SPMR = _down(act_MI, routed, w2, shape, lora)
     block = power_of_two(w2.out_width, at_most=1024)
     _combine[(triton.cdiv(w2.out_width, block), z_TZ.shape[0])](

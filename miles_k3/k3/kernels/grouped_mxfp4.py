@@ -26,6 +26,7 @@ from miles_k3.k3.kernels.launch import (
     check_whole,
     dividing_block,
     power_of_two,
+    wait_for_products,
 )
 from miles_k3.k3.kernels.mxfp4_unpack import PackedExperts, nibble_order, side_by_side, unpack
 from miles_k3.k3.kernels.tiles import Tiles
@@ -76,11 +77,10 @@ def forward_shape(num_rows: int, num_experts: int) -> Shape:
     if load <= 10:
         return Shape(outputs=64, columns=64, rows=16)
     rows, more = rows_of(load)
-    # 128 rows in three stages of 16 columns are wrong: about one output in a million is made with other weights, at no
-    # fixed place. Two stages never did that (docs/performance.md).
-    return Shape(
-        outputs=128, columns=32, rows=rows, more_rows=more, warps=8 if rows > 64 else 4, stages=2 if rows == 128 else 3
-    )
+    if rows <= 64:
+        return Shape(outputs=128, columns=32, rows=rows, more_rows=more)
+    # Products don't run beside the unpacking of the same program, so that two programs must fit.
+    return Shape(outputs=128, columns=16, rows=rows, more_rows=more, warps=8, registers=128)
 
 
 def backward_shape(num_rows: int, num_experts: int) -> Shape:
@@ -194,6 +194,7 @@ def multiply_packed(acc, more, code_ptr, scale_ptr, x_ptr, x_row, row_ok, more_r
             if MORE_ROWS:
                 x = tl.load(more_at + 4 * first, mask=more_ok[None, :], other=0.0)
                 more = tl.dot(weight, x, more, input_precision="ieee")
+            wait_for_products(column, ASSEMBLY)
     return acc, more
 
 
@@ -282,6 +283,7 @@ def _backward_tile(dy_ptr, code_ptr, scale_ptr, out_ptr, rows, OUTPUTS: tl.const
             dy = tl.load(more_at, mask=inside & (more_row < rows)[None, :], other=0.0)
             more = tl.dot(weight, dy, more, input_precision="ieee")
             more_at += OUT_BLOCK
+        wait_for_products(column, ASSEMBLY)
         codes_at += OUT_BLOCK * COLUMNS
         scale_at += OUT_BLOCK * (COLUMNS // 8)
         dy_at += OUT_BLOCK

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 BLACKWELL = 100
@@ -46,6 +47,20 @@ def capability() -> int:
         return 0
     target: Any = triton.runtime.driver.active.get_current_target()
     return int(target.arch)
+
+
+@triton.jit
+def wait_for_products(some_i32, ASYNCHRONOUS: tl.constexpr):
+    """A loop's last line, where it unpacks weights into registers and multiplies from there: Hopper's products read
+    them while the program goes on, and Triton 3.6 would unpack the next ones over them (triton-lang/triton#9433).
+
+    `some_i32`: any tile; the wait needs one to hang on. `ASYNCHRONOUS`: products are on the tensor cores.
+    """
+    if ASYNCHRONOUS and cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
+        tl.inline_asm_elementwise(
+            "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;", "=r,r", [some_i32], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
 
 
 def check_whole(**tensors: Tensor) -> None:

@@ -37,4 +37,5 @@ def test_all_forms_fit(capability: int, dependent: bool, tmp_path: Path) -> None
     rows = json.loads(out.read_text())
     assert {row["kernel"] for row in rows} == KERNELS
     assert {row["kernel"] for row in rows if row["waits"]} == (KERNELS - NEVER_DEPENDENT if dependent else set())
+    assert [row for row in rows if row["hazards"]] == []
     assert [row for row in rows if row["shared"] > SHARED_BYTES or row["spilled"] > 400] == []
