@@ -13,10 +13,11 @@ from helpers.planned import fullest_batch
 from miles_k3.adapters.transport import publish
 from miles_k3.assemble import DTYPES, Model, make_engine, make_trainer
 from miles_k3.k3.weights import load_base
-from miles_k3.plan.phases import rank_facts
+from miles_k3.plan.phases import EXPORT_BUCKET_BYTES, rank_facts
 from miles_k3.plan.planner import read_config
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.trainer.adapter_exchange import BUCKET_BYTES
 from miles_k3.types import SamplingParams
 
 TENTH = 0.1
@@ -109,3 +110,7 @@ def test_a_full_prompt_step_of_the_engine() -> None:
         asyncio.run(roll())
     assert facts.engine.work == pytest.approx(rolled.peak, rel=0.25)
     engine.close()
+
+
+def test_an_exports_buckets_are_as_large_as_planned() -> None:
+    assert EXPORT_BUCKET_BYTES == BUCKET_BYTES

@@ -5,17 +5,22 @@ That the sizes are SGLang's own is tried with SGLang itself (`tests/sglang`).
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import pytest
 
+from miles_k3.adapters.layout import adapter_layout
+from miles_k3.adapters.shard import held_layout
 from miles_k3.k3.config import K3Config
 from miles_k3.plan.engine import BF16, EngineBytes, engine_bytes
+from miles_k3.plan.phases import EXPORT_BUCKET_BYTES
 from miles_k3.plan.planner import Machine, plan, read_config
 from miles_k3.plan.sglang import Split, kept_numbers, slot_numbers, weight_bytes
 from miles_k3.plan.shapes import Phase
 from miles_k3.plan.weights import Share, adapter_numbers
 from miles_k3.recipe import load_recipe
+from miles_k3.types import AdapterConfig
 
 KIMI = K3Config.from_folder(Path("assets/kimi-k3"))
 
@@ -37,6 +42,19 @@ def test_a_sleeping_engine_keeps_its_slots_and_its_graphs() -> None:
     for rank in plan(awake, KIMI, Machine()).ranks:
         assert "engine base" in rank.device[Phase.TRAIN]
         assert "sleeping engine" not in rank.host[Phase.TRAIN]
+
+
+@pytest.mark.parametrize("name", ["k3-64xgb300", "k3-16xgb300"])
+def test_a_rank_gets_its_shard_of_the_adapter_and_the_buckets_that_it_comes_in(name: str) -> None:
+    recipe = load_recipe(name).recipe
+    layout = adapter_layout(KIMI, AdapterConfig(rank=recipe.lora.rank, alpha=1.0))
+    shard = sum(prod(t.shape) for t in held_layout(layout, range(KIMI.num_experts // 16)).values()) * BF16
+    found = plan(recipe, KIMI, Machine())
+    assert found.fits
+    for rank in found.ranks:
+        assert rank.device[Phase.SYNC]["buffers"] == shard + 2 * EXPORT_BUCKET_BYTES
+        assert rank.host[Phase.ROLLOUT]["lent adapter"] == shard
+        assert rank.host[Phase.SYNC]["lent adapter"] == 2 * shard, "the next beside the one before"
 
 
 def test_an_engines_gpus_share_it() -> None:
