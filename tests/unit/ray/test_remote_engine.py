@@ -11,7 +11,7 @@ from helpers.engine_processes import Process, engine_over, new_update, until
 
 from miles_k3.adapters.transport import publish
 from miles_k3.errors import AdapterError, EngineError
-from miles_k3.types import FinishReason, SamplingParams
+from miles_k3.types import AdapterConfig, AdapterUpdate, FinishReason, LentAdapter, LentShard, SamplingParams
 
 
 def test_requests_under_way_are_issued_again_to_the_next_process() -> None:
@@ -217,3 +217,23 @@ def test_the_next_process_drafts_as_the_last_did_and_goes_on_listening() -> None
     second.end()
     engine.score([[1, 2]])
     assert third.verbs == ["start", "load", "load_draft", "score"]
+
+
+def test_what_was_lent_is_read_again_from_the_hosts_copy() -> None:
+    """A GPU's handle is for one process, once: the next process, or the same adapter tried again, gets the other."""
+    read: list[str] = []
+
+    class Reading(Process):
+        def load(self, update: AdapterUpdate | LentAdapter) -> int:
+            assert isinstance(update, LentAdapter)
+            read.extend(opener(*arguments) for shard in update.shards for opener, arguments in shard.once)
+            return super().load(update)
+
+    shard = LentShard(experts=range(2), once=((str, ("gpu",)),) * 2, kept=(str, ("host",)))
+    lent = LentAdapter(version=0, config=AdapterConfig(rank=2, alpha=4.0), sha256="", shards=(shard,))
+    ends = Reading(lambda verb: verb == "load"), Reading(lambda verb: verb == "score")
+    engine = engine_over(*ends, Reading())
+    engine.load_adapter(lent)
+    assert read == ["gpu", "gpu", "host", "host"], "the first process has ended in the midst of it"
+    engine.score([[1, 2]])
+    assert read[4:] == ["host", "host"]
