@@ -11,16 +11,24 @@ from unittest.mock import patch
 
 import torch
 from helpers.allocations import allocations
+from helpers.engine_processes import Process
 from helpers.parity import Case, build
 from helpers.trainers import tiny_trainer
 from torch import Tensor
 
-from miles_k3.adapters.layout import adapter_layout
+from miles_k3.adapters.layout import AdapterTensor, adapter_layout
+from miles_k3.adapters.shard import flat_views, held_layout
+from miles_k3.adapters.transport import publish
 from miles_k3.adapters.update import as_shard, make_update, verify_update
 from miles_k3.errors import MilesError
+from miles_k3.recipe import load_recipe
+from miles_k3.rollout.sglang.lending import Lending
+from miles_k3.rollout.sglang.neighbour import NeighbourEngine, SpeakingEngine
+from miles_k3.rollout.sglang.span import held_experts
 from miles_k3.trainer import adapter_exchange
 from miles_k3.trainer.megatron import MegatronTrainer
-from miles_k3.types import AdapterConfig
+from miles_k3.types import AdapterConfig, AdapterUpdate, LentAdapter
+from miles_k3.world import world_of
 
 SMALL = 1024  # bytes of a bucket: many of them for the tiny model, and tensors in several
 
@@ -110,6 +118,50 @@ def _gone_in_the_middle(trainer: MegatronTrainer) -> Any:
 
 def _another_version(trainer: MegatronTrainer) -> Any:
     return patch.object(trainer, "_version", 7)
+
+
+class Reader(Process):
+    """An engine's process that reads what two ranks have lent it, whichever process that is in."""
+
+    def __init__(self, layout: Mapping[str, AdapterTensor]) -> None:
+        super().__init__(lambda verb: verb == "score")
+        self._layout, self.found = layout, dict[str, Tensor]()
+
+    def load(self, update: AdapterUpdate | LentAdapter) -> int:
+        assert isinstance(update, LentAdapter)
+        parts = []
+        for shard in update.shards:
+            ((opener, arguments),) = shard.once
+            flat = opener(*arguments).view(torch.bfloat16)
+            parts.append(flat_views(flat, held_layout(self._layout, shard.experts)))
+        self.found = {
+            name: torch.cat([part[name] for part in parts]) if t.per_expert else parts[-1][name].clone()
+            for name, t in self._layout.items()
+        }
+        return super().load(update)
+
+
+def hand_over(rank: int, size: int, case: Case, overrides: tuple[str, ...]) -> list[tuple[int, dict[str, Tensor]]]:
+    """(version, what the engine's process has read) after each of two hand-overs, and after a restart; of a neighbour
+    nothing is read."""
+    trainer, recipe = build(case, rank), load_recipe("k3-4layer", overrides).recipe
+    lending = Lending(recipe, trainer.config, world_of())
+    processes = [Reader(adapter_layout(trainer.config, trainer.adapter)) for _ in range(2)]
+    left, told = iter(processes), []
+    engine: Any = NeighbourEngine(lending)
+    if rank == 0:
+        engine = SpeakingEngine(lambda: next(left), lending, name="engine", restarts=1, timeout_s=60.0)
+    experts = held_experts(recipe, trainer.config, rank, size)
+    for version in range(2):
+        trainer._version = version
+        publish(trainer.export_adapter(experts), engine)
+        told.append((engine.adapter_version, processes[0].found))
+    if rank == 0:
+        processes[1].ends_in = lambda verb: False
+        engine.score([[1, 2]])
+        told.append((engine.adapter_version, processes[1].found))
+    world_of().wait()  # what the other has lent ends with its process's call
+    return told
 
 
 FAULTS: dict[str, Callable[[MegatronTrainer], Any]] = {

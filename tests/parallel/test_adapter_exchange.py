@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from helpers.exchanges import SMALL, beyond_the_destination, export_with, whole_and_shard
+from helpers.exchanges import SMALL, beyond_the_destination, export_with, hand_over, whole_and_shard
 from helpers.parity import Case
 from helpers.ranks import RankError, RankPool
 
@@ -83,3 +83,17 @@ def test_a_rank_that_ends_in_the_middle_is_told_at_once(pool: RankPool) -> None:
         pool.run(2, export_with, CASE, "gone", HALVES)
     assert "died" in caught.value.text
     assert time.monotonic() - start < 60.0
+
+
+@pytest.mark.parallel
+def test_an_engine_over_two_ranks_reads_what_each_of_them_has_exported(pool: RankPool) -> None:
+    """By handles, out of both ranks' memory; a process started again reads it once more."""
+    case = Case(name="hand-over", ranks=2, parallel={"tp": 2, "ep": 2})
+    ((wanted, _),) = pool.run(1, whole_and_shard, case.on_one_rank(), 1)
+    overrides = ("rollout.engine=sglang", "rollout.engine_tp=2", "rollout.sglang.ep=2", "cluster.ranks_per_node=0")
+    speaker, neighbour = pool.run(2, hand_over, case, overrides)
+    assert [version for version, _ in neighbour] == [0, 1]
+    assert [version for version, _ in speaker] == [0, 1, 1]
+    for _, found in speaker:
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], t.to(torch.bfloat16)) for name, t in wanted.items())
