@@ -29,18 +29,40 @@ from miles_k3.world import ALONE
 
 LENGTHS = range(6, 13)
 LAST = 99
+WORDS = ("tree", "river", "stone", "cloud", "paper", "lamp", "green", "seven", "north", "glass")
+
+
+def row(first: int, count: int) -> dict[str, str]:
+    numbers = range(first, first + count)
+    return {"question": f"Count from {first} to {numbers[-1]}.", "answer": " ".join(map(str, numbers))}
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    return path
 
 
 def write_questions(folder: Path) -> Path:
     """All of them, in an order of their own; a tenth is held out by the task."""
-    rows = [
-        {"question": f"Count from {a} to {a + n - 1}.", "answer": " ".join(map(str, range(a, a + n)))}
-        for n in LENGTHS for a in range(1, LAST - n + 2)
-    ]  # fmt: skip
+    rows = [row(a, n) for n in LENGTHS for a in range(1, LAST - n + 2)]
     random.Random(0).shuffle(rows)
-    path = folder / "counting.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(folder / "counting.jsonl", rows)
+
+
+def write_other_questions(folder: Path) -> None:
+    """Nothing that it is taught: lengths.jsonl, very short and very long answers; bimodal.jsonl, every other question
+    about nothing, which it answers with what no draft foresees."""
+    rng = random.Random(1)
+    lengths = [row(rng.randrange(1, LAST - n), n) for _ in range(160) for n in (2, 3, 14, 20)]
+    rng.shuffle(lengths)
+    both = []
+    for _ in range(320):
+        both.append(row(rng.randrange(1, 86), rng.randrange(6, 13)))
+        question = f"Tell me about {' '.join(rng.sample(WORDS, 3))} {rng.randrange(1000)}?"
+        both.append({"question": question, "answer": "no"})
+    rng.shuffle(both)
+    for name, rows in (("lengths", lengths), ("bimodal", both)):
+        write_rows(folder / f"{name}.jsonl", list({r["question"]: r for r in rows}.values()))
 
 
 def counting_recipe(folder: Path, steps: int, lr: float) -> Recipe:
@@ -80,6 +102,7 @@ def main() -> None:
     folder = args.out.absolute()
     folder.mkdir(parents=True)
     recipe = counting_recipe(folder, args.steps, args.lr)
+    write_other_questions(folder)
     model = load_model(recipe, ALONE)
     trainer, task = make_trainer(recipe, model), make_task(recipe.task, model.tokenizer, seed=0)
     started = time.perf_counter()
