@@ -15,6 +15,7 @@ import torch
 from miles_k3.adapters.layout import AdapterTensor
 from miles_k3.adapters.shard import all_experts, held_layout
 from miles_k3.errors import AdapterError
+from miles_k3.rollout.sglang.hooks.direct_swap import knows_shards
 from miles_k3.rollout.sglang.span import worker_experts
 from miles_k3.types import Handle, LentAdapter
 
@@ -39,7 +40,8 @@ def payloads(lent: LentAdapter, layout: Mapping[str, AdapterTensor], *, tp: int,
             )
             for name, shape, start in places(layout, shard.experts, needed)
         ]  # fmt: skip
-        bucket = {"flattened_tensor": _Opened(shard.once[worker % each]), "metadata": metadata}
+        opened = _Opened(shard.once[worker % each])
+        bucket = {"flattened_tensor": opened, "metadata": metadata, "needs": knows_shards}
         found.append(pickle.dumps(bucket, protocol=pickle.HIGHEST_PROTOCOL))
     return found
 

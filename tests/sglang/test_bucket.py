@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from helpers.tiny import tiny_adapter
 
@@ -10,15 +11,18 @@ from miles_k3.adapters.transport.loan import Loan
 from miles_k3.adapters.update import cut, make_update
 from miles_k3.k3.config import K3Config
 from miles_k3.rollout.sglang.bucket import payloads
+from miles_k3.rollout.sglang.hooks.direct_swap import READABLE
 from miles_k3.rollout.sglang.span import worker_experts
 from miles_k3.types import AdapterConfig, LentAdapter
 
 ADAPTER = AdapterConfig(rank=4, alpha=8.0)
 
 
-def test_each_rank_reads_its_shard(config: K3Config) -> None:
-    """By a handle, with SGLang's guard against foreign classes; of two lenders, two readers each."""
+def test_each_rank_reads_its_shard(config: K3Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a handle, with SGLang's guard against foreign classes; of two lenders, two readers each. One without our hook
+    can read none."""
     from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.common import SafeUnpickler
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     update, layout = make_update(0, ADAPTER, tiny_adapter(config, ADAPTER)), adapter_layout(config, ADAPTER)
@@ -28,7 +32,11 @@ def test_each_rank_reads_its_shard(config: K3Config) -> None:
     for held in (experts[:half], experts[half:]):
         loans.append(Loan(cut(update, layout, held), held, readers=2, keep=True))
     lent = LentAdapter(version=0, config=ADAPTER, sha256=update.sha256, shards=tuple(loan.lent for loan in loans))
-    for worker, sent in enumerate(payloads(lent, layout, tp=4, ep=4)):
+    messages, known = payloads(lent, layout, tp=4, ep=4), SafeUnpickler.ALLOWED_MODULE_PREFIXES
+    with pytest.raises(RuntimeError, match=r"Blocked unsafe class loading \(miles_k3.*knows_shards"):
+        MultiprocessingSerializer.deserialize(messages[0])
+    monkeypatch.setattr(SafeUnpickler, "ALLOWED_MODULE_PREFIXES", {*known, READABLE})
+    for worker, sent in enumerate(messages):
         assert len(sent) < 30_000, "a handle and a table"
         read = MultiprocessingSerializer.deserialize(sent)
         bucket = FlattenedTensorBucket(flattened_tensor=read["flattened_tensor"], metadata=read["metadata"])
