@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from miles_k3.adapters.layout import AdapterTensor, adapter_layout
 from miles_k3.adapters.update import make_update, update_bytes
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     context = get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = context.Queue()
     processes = [context.Process(target=_rank, args=(rank, store.port, options, answers)) for rank in range(RANKS)]
     for process in processes:
@@ -57,7 +58,7 @@ def main() -> None:
 def _rank(rank: int, port: int, options: argparse.Namespace, answers: Any) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     world, config = World(rank=rank, size=RANKS), AdapterConfig(rank=options.rank, alpha=8.0)
     model = K3Config.from_folder(options.model)
