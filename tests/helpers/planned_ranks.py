@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from unittest.mock import patch
 
 from helpers.allocations import allocations
 from helpers.planned import fullest_batch
 
 from miles_k3.assemble import DTYPES, Model, make_trainer
 from miles_k3.k3.weights import load_base
-from miles_k3.plan.phases import rank_facts
+from miles_k3.plan import phases
 from miles_k3.plan.planner import read_config
 from miles_k3.recipe import load_recipe
+from miles_k3.trainer import adapter_exchange
 from miles_k3.trainer.megatron import MegatronTrainer
 from miles_k3.trainer.memory import optimizer_tensors
 
+BUCKET = 96 << 10  # far below the tiny adapter, as 64 MiB are below a real one: full buckets are what is planned
 Compared = dict[str, tuple[int, int]]  # item -> (planned, allocated)
 
 
@@ -30,8 +33,9 @@ def compared(rank: int, size: int, overrides: Sequence[str], micro_batches: int)
     trainer.step(batch)
     with allocations() as second:
         trainer.step(batch)
-    export = least_peak(trainer.export_adapter)
-    facts = rank_facts(recipe, config, size, trainer.ranks.pp.rank, cuda=False, fla=False)
+    with patch.object(adapter_exchange, "BUCKET_BYTES", BUCKET), patch.object(phases, "EXPORT_BUCKET_BYTES", BUCKET):
+        export = least_peak(trainer.export_adapter)
+        facts = phases.rank_facts(recipe, config, size, trainer.ranks.pp.rank, cuda=False, fla=False)
     cut = facts.base - base.num_bytes()
     return {
         "factors and gradients": (facts.adapter + facts.gradients + cut, started.kept),

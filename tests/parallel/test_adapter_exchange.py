@@ -39,15 +39,15 @@ def test_exports_equal_one_ranks(pool: RankPool, case: Case) -> None:
 
 
 def test_beyond_its_shard_a_rank_needs_two_buckets(pool: RankPool) -> None:
-    """And what the ranks tell one another, of any adapter the same: it is left with buckets of a sixteenth."""
+    """And what the ranks tell one another: less than a bucket here, for an adapter four times as large, too."""
     parallel, bucket = {"tp": 2, "ep": 2}, 1 << 17
     (held, large), _ = pool.run(2, beyond_the_destination, 96, parallel, bucket)
     (_, small), _ = pool.run(2, beyond_the_destination, 96, parallel, bucket // 8)
     (less, little), _ = pool.run(2, beyond_the_destination, 24, parallel, bucket // 8)
     assert held == 4 * less > 20 * bucket
-    assert large < 3 * bucket, (large, bucket)
-    assert 1.5 * bucket < large - small < 2.5 * bucket, (large, small)
-    assert abs(small - little) < bucket // 8, (small, little)
+    assert 2 * bucket <= large < 3 * bucket, (large, bucket)
+    assert small < bucket, (small, bucket)
+    assert little < bucket, (little, bucket)
 
 
 CASE = Case(name="faults", ranks=2, parallel={"tp": 2, "ep": 2})
