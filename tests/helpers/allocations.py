@@ -25,11 +25,16 @@ class Allocations:
 def allocations() -> Iterator[Allocations]:
     """The result is filled in when the block ends. Blocks must not be nested."""
     found = Allocations()
-    gc.collect()  # what others left behind must not be freed inside the block
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about events of earlier profiles, which nobody asked for
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            yield found
+    for _ in range(3):  # what others left behind must not be freed inside the block, nor what its finalizers let go
+        gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about events of earlier profiles, which nobody asked for
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+                yield found
+    finally:
+        gc.enable()
     kineto: Any = profiler.profiler
     events = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
     held = list(accumulate((e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())), initial=0))
