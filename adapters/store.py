@@ -197,7 +197,7 @@ class AdapterStore:
                 self._current = slot
 
     def _layout_of(self, config: AdapterConfig) -> _Layout:
-        """Of the last config it is remembered: the whole K3 has 1,800 tensors to name, and a swap comes each step."""
+        """Of the last config it is remembered: the whole K3 has 1,392 tensors to name, and a swap comes each step."""
         if self._layout is None or self._layout[0] != config:
             layout = adapter_layout(self._config, config)
             self._layout = config, (layout, by_module(layout))
