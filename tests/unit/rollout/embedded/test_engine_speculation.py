@@ -23,6 +23,8 @@ from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.rollout.speculative import acceptance
 from miles_k3.rollout.speculative.acceptance import AcceptMode
+from miles_k3.rollout.speculative.engine_costs import measure_engine
+from miles_k3.rollout.speculative.planner.choice import PlanMode
 from miles_k3.rollout.speculative.replay import ReplayBuffer
 from miles_k3.types import Completion, FinishReason, SamplingParams
 
@@ -334,3 +336,14 @@ def test_after_a_failed_step_and_a_sleep(expected: list[Completion], monkeypatch
     assert engine.stats()["replay_bytes"] == 0
     engine.wake()
     assert_same(engine, ask(engine, PROMPTS, PARAMS), expected)
+
+
+def test_costs_are_measured_without_the_audit() -> None:
+    """Which expects states noted before a commit, and would count in every figure."""
+    engine = speculating_engine(None, max_running=2, how={"mode": PlanMode.TRIM})
+    assert engine.speculator is not None
+    audit = engine.speculator.audit
+    assert audit is not None
+    measure_engine(engine, [1], repeats=1)
+    assert engine.speculator.audit is audit
+    assert audit.commits == 0
