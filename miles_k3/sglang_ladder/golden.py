@@ -27,7 +27,7 @@ from miles_k3.sglang_ladder.report import Report
 from miles_k3.types import SamplingParams
 
 MEAN, CORRELATION = 0.05, 0.998  # of a right fp32 implementation against the stored figures
-SELF_MEAN = 0.02  # of SGLang against the stored figures of itself; it repeats itself within 0.008 to 0.010
+SELF_MEAN = 0.02  # of SGLang against the stored figures of itself: twice what it repeated itself within then, 0.010
 STEPS_OF_LEAK, LEAK_BYTES = 20, 64 << 20
 
 
@@ -110,11 +110,12 @@ def _scores(engine: SglangEngine, tensors: measures.Adapter, report: Report) -> 
     scores = measures.scores_of_versions(engine, ADAPTER, tensors, prompts)
     zero = measures.closeness(scores["zero_b"], scores["base"])
     report.note(zero_b=zero, moved=measures.closeness(scores["adapter"], scores["base"]))
-    report.check("zero-B adapter against base, mean", zero["mean"], limit=max(2 * noise["mean"], SELF_MEAN))
+    limit = max(2 * noise["mean"], SELF_MEAN)  # the noise of this machine counts, too
+    report.check("zero-B adapter against base, mean", zero["mean"], limit=limit)
     for name, ours, theirs in (("base", scores["base"], base), ("adapter", scores["adapter"], lora)):
         found = measures.closeness(ours, theirs)
         report.note(**{f"{name}_against_stored": found})
-        report.check(f"{name} against SGLang's stored scores, mean", found["mean"], limit=SELF_MEAN)
+        report.check(f"{name} against SGLang's stored scores, mean", found["mean"], limit=limit)
         report.check(f"{name}, correlation", found["correlation"], limit=CORRELATION, at_least=True)
 
 

@@ -22,9 +22,12 @@ _OPS = "sglang.kernels.ops.moe."
 
 
 def expert_kernels(*, expert_parallel: bool) -> Sequence[tuple[str, str, tuple[Any, ...]]]:
-    """(module, what makes its kernel, arguments): those of a batch whose routed experts carry LoRA."""
+    """(module, what makes its kernel, arguments): those of a batch whose routed experts carry LoRA.
+
+    Marlin's is the one with a bias: SGLang gives every MXFP4 expert one, zeros where a checkpoint has none.
+    """
     return (
-        (_OPS + "moe_wna16_marlin", "_jit_moe_wna16_marlin_module", (torch.bfloat16, expert_parallel, False)),
+        (_OPS + "moe_wna16_marlin", "_jit_moe_wna16_marlin_module", (torch.bfloat16, expert_parallel, True)),
         (_OPS + "moe_align_single_token", "_jit_align_single_token_module", ()),
         (_OPS + "moe_align", "_jit_moe_align_module", (torch.int32,)),
         (_OPS + "moe_topk_sum", "_jit_topk_sum_module", ()),

@@ -26,7 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
 def test_each_is_made_once_for_how_experts_lie(asked: list[tuple[object, ...]], expert_parallel: bool) -> None:
     assert compile_ahead(expert_parallel=expert_parallel) >= 0
     assert [(make, *arguments) for _, make, arguments in expert_kernels(expert_parallel=expert_parallel)] == asked
-    assert asked[0][2] is expert_parallel
+    assert asked[0][2:] == (expert_parallel, True)  # SGLang gives MXFP4 experts a bias on every GPU
 
 
 def test_a_machine_without_a_compiler_is_told_so(
