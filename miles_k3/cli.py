@@ -129,7 +129,7 @@ def train(
 
         result = run_training(loaded.recipe, run, resume=resume)
     if world.first:
-        typer.echo(f"adapter: {result.adapter}; pictures: {run.plots}", err=True)
+        typer.echo(f"adapter: {result.adapter}" + (f"; pictures: {run.plots}" if result.plots else ""), err=True)
     if result.stopped_by is not None:
         raise typer.Exit(SIGNALLED + result.stopped_by)
 

@@ -27,7 +27,7 @@ from miles_k3.export.peft import write_adapter
 from miles_k3.harvest import eval_metrics, harvest, held_out_quality
 from miles_k3.launch import train_command
 from miles_k3.metrics import MetricsLog, SilentLog, StepTimer, peak_memory_bytes
-from miles_k3.plot import plot_run
+from miles_k3.plot import plot_finished_run
 from miles_k3.protocols import Trainer
 from miles_k3.rollout.collect import EvalResult
 from miles_k3.rollout.sglang.span import held_experts
@@ -85,7 +85,7 @@ def run_training(
             if stopped is not None:
                 metrics.note(_how_to_go_on(step, stopped, run))
             adapter = ring.end()
-        plots = world.once(lambda: tuple(plot_run(run.path)))
+        plots = world.once(lambda: plot_finished_run(run.path))
         return RunResult(
             steps=step, before=before, after=after, adapter=adapter, plots=plots,
             seconds=time.perf_counter() - started, peak_memory_bytes=max(world.gather(peak_memory_bytes())),

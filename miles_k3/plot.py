@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rows = Sequence[Mapping[str, float]]
+_log = logging.getLogger(__name__)
 
 # Okabe and Ito's colours: told apart by everybody, also in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
@@ -58,6 +60,18 @@ def plot_run(folder: Path) -> list[Path]:
             if not draw(axes, rows, folder.name):
                 axes.set_axis_off()
     return written
+
+
+def plot_finished_run(folder: Path) -> tuple[Path, ...]:
+    """A complete run's pictures; none, and a warning of why, where they can't be drawn."""
+    try:
+        return tuple(plot_run(folder))
+    except Exception as error:  # noqa: BLE001 - whatever a drawing library says must not end a run that is complete
+        _log.warning(
+            "%s is complete, but its pictures were not drawn (%s: %s); draw them with: miles-k3 plot %s",
+            folder, type(error).__name__, error, folder,
+        )  # fmt: skip
+        return ()
 
 
 def plot_runs(folders: Sequence[Path], out: Path) -> Path:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import shutil
 import time
@@ -27,11 +26,9 @@ from torch import Tensor
 
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.naive import NaiveK3
-from miles_k3.k3.ops import mxfp4
-from miles_k3.k3.ops.kda import kda_chunk
-from miles_k3.k3.ops.packed import Packed
-from miles_k3.k3.params import DType, Param, Part, expert_prefix, text_params
+from miles_k3.k3.params import text_params
 from miles_k3.k3.safetensors_io import write_checkpoint
+from miles_k3.k3.supervised import StoredWeights, TrainableK3, fit, init_weights, padded, released
 from miles_k3.rollout.tasks.reasoning_gym import is_held_out
 
 SPECIALS = ("<|pad|>", "<|bos|>", "<|end_of_msg|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -183,7 +180,7 @@ class Corpus:
         return self.answers[answer]
 
     def batch(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """tokens [B, T] right-padded, and the mask [B, T-1] of positions whose next token is trained on."""
+        """A batch of `size` pairs, as `fit` wants it."""
         rows = []
         for _ in range(size):
             i = self.rng.randrange(len(self.pairs))
@@ -191,114 +188,11 @@ class Corpus:
             if self.rng.random() < self.noise:
                 answer = spoil(answer, self.rng)
             rows.append((self.prompts[i], [*self.answer_ids(answer), EOS]))
-        width = max(len(p) + len(a) for p, a in rows)
-        tokens = torch.full((size, width), PAD)
-        mask = torch.zeros(size, width - 1)
-        for b, (p, a) in enumerate(rows):
-            tokens[b, : len(p) + len(a)] = torch.tensor(p + a)
-            mask[b, len(p) - 1 : len(p) + len(a) - 1] = 1.0
-        return tokens.to(device), mask.to(device)
+        return padded(rows, PAD, device)
 
 
 def prompt_ids(tok: Tokenizer, question: str) -> list[int]:
     return tok.encode(f"<|bos|><|user|>{question}<|end_of_msg|><|assistant|>", add_special_tokens=False).ids
-
-
-# --- model ------------------------------------------------------------------------------------------------------------
-class TrainableK3(NaiveK3):
-    """The oracle with two parts made fast enough to train: the delta rule in chunks, all experts in one product."""
-
-    @staticmethod
-    def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        packed = Packed.from_lengths([q.shape[1]] * q.shape[0], q.device)
-        streams = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
-        out, _ = kda_chunk(streams[0], streams[1], streams[2], streams[3], streams[4], packed)
-        return out.unflatten(0, q.shape[:2])
-
-    def experts(self, z: Tensor, weights: Tensor, i: int) -> Tensor:
-        w1, w3, w2 = (self.stacked(i, n) for n in ("w1", "w3", "w2"))
-        hidden = self.situ(torch.einsum("btz,eiz->btei", z, w1), torch.einsum("btz,eiz->btei", z, w3))
-        return torch.einsum("btei,ezi->btz", hidden * weights.unsqueeze(-1), w2)
-
-    def stacked(self, layer: int, which: str) -> Tensor:
-        return torch.stack(
-            [self.weight(f"{expert_prefix(layer, e)}{which}.weight") for e in range(self.config.num_experts)]
-        )
-
-
-def init_weights(config: K3Config, seed: int, device: torch.device) -> dict[str, Tensor]:
-    """Trainable fp32 masters by checkpoint name (experts under `...wN.weight`), spread so that no part is idle."""
-    gen = torch.Generator().manual_seed(seed)
-    out: dict[str, Tensor] = {}
-    for p in text_params(config):
-        if p.is_scale:
-            continue
-        shape, leaf = p.logical_shape or p.shape, p.name.removesuffix("_packed").rsplit(".", 2)[-2:]
-        out[p.name.removesuffix("_packed")] = _initial(config, leaf, shape, gen).to(device)
-    return out
-
-
-def _initial(c: K3Config, leaf: list[str], shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
-    def normal(std: float, mean: float = 0.0) -> Tensor:
-        return torch.randn(shape, generator=gen) * std + mean
-
-    if leaf[-1] == "A_log":
-        values = torch.zeros(shape)
-        values[: c.kda_num_heads] = torch.rand(c.kda_num_heads, generator=gen) * 1.5
-        return values
-    if leaf[-1] == "dt_bias":
-        return normal(1.0, -1.0)
-    if leaf[-1] == "e_score_correction_bias":
-        return normal(0.05)
-    if leaf[0].endswith(("norm", "layernorm")):
-        return normal(0.05, 1.0)
-    if leaf[0].endswith("conv1d"):
-        return normal(0.3)
-    if leaf[0].endswith("res_proj"):
-        return normal(0.05)
-    if leaf[0] == "embed_tokens":
-        return normal(0.5)
-    gain = {"o_proj": 0.5, "down_proj": 0.5, "w2": 0.7, "routed_expert_up_proj": 0.5}.get(leaf[0], 1.0)
-    return normal(gain * shape[-1] ** -0.5)
-
-
-FROZEN = ("A_log", "e_score_correction_bias")
-
-
-def as_stored(p: Param, master: Tensor) -> Tensor:
-    """The value the checkpoint will hold, with a straight-through gradient: BF16, or MXFP4 for experts."""
-    with torch.no_grad():
-        if p.part is Part.EXPERT:
-            stored = mxfp4.dequantize(*mxfp4.quantize(master))
-        elif p.dtype is DType.BF16:
-            stored = master.bfloat16().float()
-        else:
-            return master
-    return master + (stored - master).detach()
-
-
-class QuantisedExperts:
-    """All experts of the model rounded to MXFP4 together: one call a step instead of one per expert."""
-
-    def __init__(self, config: K3Config, masters: dict[str, Tensor]) -> None:
-        self.names = [
-            p.name.removesuffix("_packed") for p in text_params(config) if p.part is Part.EXPERT and not p.is_scale
-        ]
-        self.dense = {p.name: p for p in text_params(config) if p.part is not Part.EXPERT}
-        self.masters = masters
-
-    def weights(self) -> dict[str, Tensor]:
-        out = {name: as_stored(p, self.masters[name]) for name, p in self.dense.items()}
-        flat = torch.cat([self.masters[n].reshape(-1, 32) for n in self.names])
-        with torch.no_grad():
-            delta = mxfp4.dequantize(*mxfp4.quantize(flat)) - flat
-        rounded = flat + delta
-        at = 0
-        for n in self.names:
-            rows = self.masters[n].numel() // 32
-            out[n] = rounded[at : at + rows].view_as(self.masters[n])
-            at += rows
-        return out
 
 
 # --- training and measuring -------------------------------------------------------------------------------------------
@@ -332,58 +226,41 @@ def accuracy(
 def train(args: argparse.Namespace, tok: Tokenizer, device: torch.device) -> tuple[K3Config, dict[str, Tensor]]:
     config = tiny_config()
     masters = init_weights(config, args.seed, device)
-    leaves = [t.requires_grad_() for n, t in masters.items() if not n.endswith(FROZEN)]
     drawn = list(dict.fromkeys(questions("chain_sum", args.questions, seed=args.seed, **TASK)))
     pairs = [x for x in drawn if not is_held_out(x[0])]
     held_out = [x for x in drawn if is_held_out(x[0])][:512]
     print(f"{len(pairs)} distinct training questions; measured on {len(held_out)} held-out ones", flush=True)
     corpus = Corpus(tok, pairs, args.answer_noise, args.seed)
-    optimizer = torch.optim.AdamW(leaves, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: _lr_factor(s, args.steps))
-    experts = QuantisedExperts(config, masters)
+    stored = StoredWeights(config, masters)
     started = time.time()
-    for step in range(args.steps + 1):
-        if step % args.eval_every == 0 or step == args.steps:
-            model = TrainableK3(config, experts.weights())
-            sampled, greedy = (accuracy(model, tok, held_out, t, device) for t in (1.0, 0.0))
-            print(
-                f"step {step:5d}  accuracy at temperature 1 {sampled:.3f}, greedy {greedy:.3f}  "
-                f"{time.time() - started:.0f} s",
-                flush=True,
-            )
-        if step == args.steps:
-            break
-        tokens, mask = corpus.batch(args.batch, device)
-        logits = TrainableK3(config, experts.weights())(tokens[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
-        loss = (loss * mask).sum() / mask.sum()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(leaves, 1.0)
-        optimizer.step()
-        schedule.step()
+
+    def measure(step: int) -> None:
+        if step % args.eval_every and step != args.steps:
+            return
+        model = TrainableK3(config, stored.weights())
+        sampled, greedy = (accuracy(model, tok, held_out, t, device) for t in (1.0, 0.0))
+        print(
+            f"step {step:5d}  accuracy at temperature 1 {sampled:.3f}, greedy {greedy:.3f}  "
+            f"{time.time() - started:.0f} s",
+            flush=True,
+        )
+
+    def tell(step: int, loss: float) -> None:
         if step % 100 == 0:
-            print(f"step {step:5d}  loss {loss.item():.4f}  {time.time() - started:.0f} s", flush=True)
-    return config, {n: t.detach().cpu() for n, t in masters.items()}
+            print(f"step {step:5d}  loss {loss:.4f}  {time.time() - started:.0f} s", flush=True)
 
-
-def _lr_factor(step: int, total: int) -> float:
-    warm = min(1.0, (step + 1) / 100)
-    return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total)))
+    fit(
+        config, masters, lambda: corpus.batch(args.batch, device), steps=args.steps, lr=args.lr, before=measure,
+        after=tell,
+    )  # fmt: skip
+    return config, masters
 
 
 def export(out: Path, config: K3Config, masters: dict[str, Tensor], files: dict[str, str]) -> None:
     """Write the Hugging Face folder."""
-
-    def get(p: Param) -> Tensor:
-        if p.part is Part.EXPERT:
-            packed, scale = mxfp4.quantize(masters[p.name.removesuffix("_packed").removesuffix("_scale")])
-            return scale if p.is_scale else packed
-        return masters[p.name].to(torch.float32 if p.dtype is DType.F32 else torch.bfloat16)
-
     texts = {"config.json": json.dumps(config.to_json(), indent=1), **files}
     shutil.rmtree(out, ignore_errors=True)
-    write_checkpoint(out, list(text_params(config)), get, extra_files=texts)
+    write_checkpoint(out, list(text_params(config)), lambda p: released(p, masters), extra_files=texts)
 
 
 def main() -> None:

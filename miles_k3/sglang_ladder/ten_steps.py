@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 
 from miles_k3.config import Recipe
 from miles_k3.protocols import Engine
+from miles_k3.sglang_ladder.lessons import SUMS, taught_model
 from miles_k3.sglang_ladder.models import RL_SHAPE, ROOT, checkpoint, with_released_dtypes
 from miles_k3.sglang_ladder.report import Report
 from miles_k3.types import AdapterUpdate
 
 STEPS, MISMATCH, KEPT_BYTES = 10, 2e-2, 32 << 20
-_METRICS = ("train/mismatch_abs", "time/step_s", "sync/load_s")
+_METRICS = ("train/mismatch_abs", "rollout/reward", "time/step_s", "sync/load_s")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -52,16 +54,14 @@ def small_recipe(work: Path, folder: Path) -> Recipe:
     from miles_k3.recipe import load_recipe
 
     rows = work / "sums.jsonl"
-    pairs = [(a, b) for a in range(10) for b in range(10)]
-    rows.write_text("".join(json.dumps({"prompt": f"{a} + {b} =", "answer": str(a + b)}) + "\n" for a, b in pairs))
+    rows.write_text("".join(json.dumps({"prompt": question, "answer": answer}) + "\n" for question, answer in SUMS))
     changes = {
         "run.folder": work / "runs", "run.name": "rl", "run.steps": STEPS, "run.save_every": 0, "eval.prompts": 0,
         "model.path": folder, "model.dtype": "bfloat16", "model.device": "cuda", "lora.rank": 16, "lora.alpha": 32.0,
         "task.name": f"jsonl:{rows}", "task.params": "{}", "task.scorer": "exact", "rollout.engine": "sglang",
         "rollout.prompts_per_step": 8, "rollout.group_size": 4, "rollout.max_running": 32, "rollout.num_pages": 2048,
         "rollout.sleep_while_training": True, "rollout.sglang.memory_fraction": 0.3, "trainer.lr": 1e-3,
-        "algorithm.drop_equal_groups": False, "algorithm.advantage": "none",
-        "algorithm.entropy_coef": 0.01,  # moves the adapter also where no answer is right
+        "algorithm.drop_equal_groups": False,
     }  # fmt: skip
     return load_recipe("tiny-cpu", [f"{key}={value}" for key, value in changes.items()]).recipe
 
@@ -71,7 +71,11 @@ def ten_steps(work: Path, report: Report) -> None:
     from miles_k3.loop import run_training
     from miles_k3.run_folder import RunFolder
 
-    recipe = small_recipe(work, small_model(work))
+    start = time.monotonic()
+    taught, loss = taught_model(small_model(work), work / "rl-taught", torch.device("cuda"))
+    torch.cuda.empty_cache()
+    report.note(taught_s=round(time.monotonic() - start, 1), taught_loss=round(loss, 3))
+    recipe = small_recipe(work, taught)
     shutil.rmtree(work / "runs" / "rl", ignore_errors=True)
     watched: list[Watched] = []
 

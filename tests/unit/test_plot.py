@@ -140,3 +140,18 @@ def test_pictures_need_no_screen_and_no_global_state(tmp_path: Path) -> None:
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "MPLBACKEND": "TkAgg"})
+
+
+def test_a_finished_run_outlives_a_broken_drawing_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = write_run(tmp_path / "tiny")
+    assert len(plot.plot_finished_run(run)) == 3
+
+    def broken(folder: Path) -> list[Path]:
+        raise AttributeError("module 'IPython' has no attribute 'version_info'")
+
+    monkeypatch.setattr(plot, "plot_run", broken)
+    assert plot.plot_finished_run(run) == ()
+    assert "AttributeError: module 'IPython'" in caplog.text
+    assert f"miles-k3 plot {run}" in caplog.text
