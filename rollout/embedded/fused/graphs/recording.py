@@ -23,6 +23,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._graph_memory: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self.count = 0
 
     def forget(self) -> None:
@@ -37,7 +38,9 @@ class Recorder:
     def _record[Left: tuple[Tensor | None, ...]](self, step: Callable[[], Left]) -> Recorded[Left]:
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(priority=-1)  # of its branches, the one that others wait for longest
+        if self._stream is None:  # one for all: what a graph frees is only given to others of the same stream
+            self._stream = torch.cuda.Stream(priority=-1)  # of its branches, the one that others wait for longest
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()  # kernels are compiled and libraries take their memory outside of the graph
