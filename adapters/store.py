@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from miles_k3.types import AdapterConfig, AdapterUpdate
 
 BASE_VERSION = -1  # the model with the adapter off; always live
 BASE_SLOT = -1
+LARGE = 4 << 20  # numbers of a tensor that is copied by itself: 2 us of a launch for at least 4 us of bytes
 _Layout = tuple[dict[str, AdapterTensor], dict[str, tuple[AdapterTensor, AdapterTensor]]]
 
 
@@ -84,7 +85,7 @@ class AdapterSlot:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # the sources are made, steps before have read
         with torch.cuda.stream(self._stream), torch.no_grad():
-            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+            copy_all_(targets, sources)
             filled = torch.cuda.Event()
             filled.record()
         self._filling = filled, sources
@@ -95,6 +96,21 @@ class AdapterSlot:
             filled, _ = self._filling
             filled.wait()
             self._filling = None
+
+
+def copy_all_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy contiguous tensors of equal shapes and dtypes on one device, the large ones first.
+
+    A large one goes at the memory's speed by itself, where torch's kernel for many reaches 60 % of it; that one spares
+    the launches of the small ones.
+    """
+    pairs = list(zip(targets, sources, strict=True))
+    for target, source in pairs:
+        if target.numel() >= LARGE:
+            target.copy_(source, non_blocking=True)
+    small = [pair for pair in pairs if pair[0].numel() < LARGE]
+    if small:
+        torch._foreach_copy_([t for t, _ in small], [s for _, s in small])  # pyright: ignore[reportPrivateImportUsage]
 
 
 def copy_padded(target: torch.Tensor, source: torch.Tensor, rank_dim: int) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from miles_k3.adapters.layout import adapter_layout, gate_up_pairs, tensor_name
+from miles_k3.adapters.store import copy_all_
 from miles_k3.adapters.update import make_update, update_bytes
 from miles_k3.bench.measures import Ceilings, Row, device_ms, wall_ms
 from miles_k3.errors import EngineError
@@ -277,7 +278,7 @@ def _copies_ms(engine: EmbeddedEngine, update: AdapterUpdate) -> float | None:
             sources.append(update.tensors[tensor_name(module, factor)])
     if not targets[0].is_cuda:
         return None
-    return device_ms(partial(torch._foreach_copy_, targets, sources), 7)  # pyright: ignore[reportPrivateImportUsage]
+    return device_ms(partial(copy_all_, targets, sources), 7)
 
 
 def two_layers(config: K3Config) -> K3Config:

@@ -278,3 +278,12 @@ def test_memory_stays_flat_over_fifty_syncs(config, new_update):
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("sizes", [(3, 900, 5, 700, 64), (3, 5), (900, 700)])
+def test_large_and_small_tensors_are_all_copied(monkeypatch, sizes):
+    monkeypatch.setattr(store_module, "LARGE", 64)
+    sources = [torch.randn(n) for n in sizes]
+    targets = [torch.full((n,), torch.nan) for n in sizes]
+    store_module.copy_all_(targets, sources)
+    assert all(torch.equal(t, s) for t, s in zip(targets, sources, strict=True))
