@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import micro_batch, mini_batch, random_tokens, train_batch
+from helpers.engines import ask, random_prompts
+from helpers.fused_engines import make as make_fused
 from helpers.tiny import tiny_base
 from helpers.trainers import CONFIG, weights
 
@@ -16,7 +18,7 @@ from miles_k3.config import AlgorithmSection, TrainerSection
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.fused.graphs.recording import Recorder
 from miles_k3.trainer.megatron import MegatronTrainer
-from miles_k3.types import AdapterConfig, TrainBatch
+from miles_k3.types import AdapterConfig, SamplingParams, TrainBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -94,3 +96,19 @@ def test_recorded_steps_share_their_memory() -> None:
     for one in recorded:
         one.replay()
         assert one.left[0].item() == expected
+
+
+@pytest.mark.timeout(300)  # Triton compiles some hundred kernels
+def test_an_engine_that_records_again_after_each_sleep_holds_no_more() -> None:
+    """cuBLAS keeps 32 MiB for each stream that it ever ran on."""
+    engine = make_fused("fused", device="cuda", max_running=24)
+    prompts, held, graphs = random_prompts(24, low=4, high=12, seed=3), [], []
+    for _ in range(4):
+        ask(engine, prompts, SamplingParams(max_new_tokens=4))
+        assert engine.runner.graphs is not None
+        graphs.append(engine.runner.graphs.num_recorded)
+        engine.sleep()
+        held.append(allocated())
+        engine.wake()
+    assert graphs == sorted(set(graphs)), "each time anew"
+    assert held[-1] - held[0] < 1 << 20, held
