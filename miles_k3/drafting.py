@@ -93,7 +93,7 @@ def new_draft_config(target: K3Config) -> DraftConfig:
         vocab_size=target.vocab_size, rms_norm_eps=target.rms_norm_eps,
         max_position_embeddings=target.max_position_embeddings, block_size=7,
         markov_rank=min(256, max(8, target.vocab_size // 16)), mask_token_id=target.pad_token_id,
-        use_confidence_head=True,
+        use_confidence_head=True, num_target_layers=depth,
         target_layer_ids=tuple(int((i + 0.5) * depth / num_taps) for i in range(num_taps)),
     )  # fmt: skip
 

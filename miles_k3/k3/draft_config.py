@@ -26,6 +26,7 @@ _DRAFT_KEYS: Mapping[str, tuple[str, ...]] = {
     "mask_token_id": ("mask_token_id",),
     "use_confidence_head": ("enable_confidence_head", "use_confidence_head"),
 }
+_TARGET_LAYERS = ("num_target_layers",)
 _IN_DFLASH = ("mask_token_id", "target_layer_ids")
 # What the file may say only so, and what it means where it says nothing.
 _ONLY: Mapping[str, tuple[tuple[str, ...], Any]] = {
@@ -52,8 +53,9 @@ class Yarn:
 class DraftConfig:
     """A DSpark draft of the Qwen3 kind: dense GQA layers, embedding and output head of its target.
 
-    `target_layer_ids`: layers of the target, 0-based, after which its AttnRes mixtures are tapped. `raw` is the JSON as
-    read, unknown fields included; `to_json` gives it back with our fields written over it.
+    `target_layer_ids`: layers of the target, 0-based, after which its AttnRes mixtures are tapped. `num_target_layers`:
+    how many the target has; SGLang takes the draft's own number where the file doesn't say, and refuses the taps beyond
+    it. `raw` is the JSON as read, unknown fields included; `to_json` gives it back with our fields written over it.
     """
 
     hidden_size: int
@@ -72,6 +74,7 @@ class DraftConfig:
     target_layer_ids: tuple[int, ...]
     rope_theta: float = 10000.0
     yarn: Yarn | None = None
+    num_target_layers: int | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -114,6 +117,9 @@ class DraftConfig:
         problems += _unsupported(raw)
         values["target_layer_ids"] = _tap_layers(raw, problems)
         values["rope_theta"], values["yarn"] = _rope(raw, problems)
+        if (layers := _value(raw, _TARGET_LAYERS)) is not None:
+            values["num_target_layers"] = layers
+            problems += [problem] if (problem := field_problem("num_target_layers", "int", layers)) else []
         _refuse(source, problems)
         try:
             return cls(**values, raw=copy.deepcopy(dict(raw)))
@@ -150,6 +156,9 @@ class DraftConfig:
             if owner is None:
                 owner = raw.setdefault("dflash_config", {}) if name in _IN_DFLASH else raw
             owner[key] = list(value) if isinstance(value, tuple) else value
+        if self.num_target_layers is not None:
+            owner, key = next(_places(raw, _TARGET_LAYERS), (raw, "num_target_layers"))
+            owner[key] = self.num_target_layers
         if not self.raw or _rope(raw, []) != (self.rope_theta, self.yarn):
             for old in ("rope_theta", "rope_scaling"):
                 raw.pop(old, None)
