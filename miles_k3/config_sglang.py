@@ -41,5 +41,8 @@ class SglangSection(Section):
     state_slots: int = Field(
         default=0, ge=0, description="KDA states held for requests and prefixes; 0 takes 5 a running request."
     )
-    draft: Text | None = Field(default=None, description="Folder of a DSpark draft; not together with LoRA yet.")
+    draft: Text | None = Field(
+        default=None,
+        description="Folder of a DSpark draft; it proposes tokens for base and adapters alike. null: plain decoding.",
+    )
     disaggregation: DisaggregationSection = DisaggregationSection()

@@ -43,13 +43,21 @@ class SpeculativeSection(Section):
         """What doesn't go together, one sentence each."""
         found, key = [], "rollout.speculative"
         if self.mode == "off":
-            if self.train:
+            if self.train and engine == "sglang":
+                found.append(
+                    f"{key}.train is true but rollout.engine is sglang, whose draft stays the one that it was started "
+                    "with; set train: false"
+                )
+            elif self.train:
                 found.append(f"{key}.train is true but {key}.mode is off, so nothing drafts; set train: false")
             return found
         if self.draft is None:
             found.append(f"{key}.mode is {self.mode} but {key}.draft is null; name a draft's folder, or set mode: off")
         if engine != "embedded":
-            found.append(f"{key}.mode is {self.mode} but rollout.engine is {engine}; only the embedded one drafts")
+            found.append(
+                f"{key}.mode is {self.mode} but rollout.engine is {engine}; only the embedded one drafts by this, "
+                "SGLang by rollout.sglang.draft"
+            )
         if self.costs is not None and self.mode != "trim":
             found.append(f"{key}.costs is given but {key}.mode is {self.mode}; only trim looks at costs")
         if 0 < self.verify_tokens < 2 * max_running:

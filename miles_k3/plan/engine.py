@@ -23,7 +23,7 @@ SAMPLED_COPIES = 5  # logits, scaled, log-probabilities, and two of the draw
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBytes:
     """Of one GPU. `base` is 0 where the engine reads the trainer's; `draft`: its weights, while its keys and values are
-    in `kv`; `replay`: what moves the states of a verify; `kept`: adapters beside their slots."""
+    in `kv`; `replay`: what moves the states of a verify, or all of them; `kept`: adapters beside their slots."""
 
     base: int
     slots: int
@@ -55,15 +55,20 @@ def engine_bytes(recipe: Recipe, c: K3Config, itemsize: int) -> EngineBytes:
             draft=0 if draft is None else _draft_bytes(recipe, c, draft, itemsize),
             replay=0 if draft is None else _replay_bytes(recipe, c, draft, itemsize),
         )  # fmt: skip
-    split = sglang.split_of(recipe)
+    split, draft = sglang.split_of(recipe), sglang.draft_of(recipe)
+    rows = sglang.verified_rows(draft)
+    if draft is not None:
+        tokens += sglang.verify_tokens(recipe, draft)
     return EngineBytes(
         base=sglang.weight_bytes(c, split),
         slots=sglang.SLOTS * sglang.slot_numbers(c, rollout.max_lora_rank, split) * BF16,
         kept=sglang.kept_numbers(c, recipe.lora.rank, split) * BF16,
-        kv=(tokens + SGLANG_PAGE) * kv_bytes_per_token(c, BF16),
+        kv=(tokens + SGLANG_PAGE) * (kv_bytes_per_token(c, BF16) + sglang.draft_kv_bytes(draft, split)),
         states=sglang.state_slots(recipe) * state_bytes(c, BF16, split.tp),
-        graphs=sglang.graph_bytes(recipe, c, split),
-        work=requests * c.vocab_size * FP32 * SAMPLED_COPIES // split.tp,
+        graphs=sglang.graph_bytes(recipe, c, split, rows),
+        work=requests * rows * c.vocab_size * FP32 * SAMPLED_COPIES // split.tp,
+        draft=sglang.draft_weight_bytes(draft, split),
+        replay=0 if draft is None else (requests + 1) * rows * state_bytes(c, BF16, split.tp),
     )  # fmt: skip
 
 

@@ -6,11 +6,14 @@ else over all tensor-parallel ranks or copied.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from miles_k3.config import Recipe
 from miles_k3.k3.config import K3Config
+from miles_k3.k3.draft_config import DraftConfig
+from miles_k3.k3.draft_params import draft_params
 from miles_k3.k3.params import Part, vision_params
 from miles_k3.plan.weights import Share, adapter_numbers, base_bytes, dense_params
 
@@ -89,9 +92,42 @@ def state_slots(recipe: Recipe) -> int:
     return (recipe.rollout.sglang.state_slots or STATES_PER_REQUEST * recipe.rollout.max_running) + 1
 
 
-def graph_bytes(recipe: Recipe, c: K3Config, split: Split) -> int:
+def draft_of(recipe: Recipe) -> DraftConfig | None:
+    """Raises CheckpointError where the recipe names a folder that holds no draft."""
+    folder = recipe.rollout.sglang.draft
+    return None if folder is None else DraftConfig.from_folder(folder)
+
+
+def verified_rows(draft: DraftConfig | None) -> int:
+    """Rows of a request in a step: its last token, and those that are drafted behind it."""
+    return 1 if draft is None else draft.block_size + 1
+
+
+def verify_tokens(recipe: Recipe, draft: DraftConfig) -> int:
+    """Tokens in the KV cache for what is being verified, and for the step after it."""
+    return 2 * verified_rows(draft) * recipe.rollout.max_running
+
+
+def draft_weight_bytes(draft: DraftConfig | None, split: Split) -> int:
+    """Products of its layers are cut over all GPUs, the rest is on each."""
+    if draft is None:
+        return 0
+    return sum(
+        math.prod(p.shape) * BF16 // (split.tp if p.layer is not None and len(p.shape) == 2 else 1)
+        for p in draft_params(draft)
+    )
+
+
+def draft_kv_bytes(draft: DraftConfig | None, split: Split) -> int:
+    """Of a token: keys and values of all the draft's layers, at least one head on each GPU."""
+    if draft is None:
+        return 0
+    return 2 * draft.num_hidden_layers * max(1, draft.num_key_value_heads // split.tp) * draft.head_dim * BF16
+
+
+def graph_bytes(recipe: Recipe, c: K3Config, split: Split, rows_per_request: int = 1) -> int:
     """Where graphs are captured: theirs, the logits of the largest batch, and what SGLang's expert LoRA sorts into."""
-    rows = recipe.rollout.max_running
+    rows = recipe.rollout.max_running * rows_per_request
     if not recipe.rollout.sglang.cuda_graphs:
         return WORK_BYTES
     width, k = c.moe_intermediate_size // split.columns, c.num_experts_per_token

@@ -83,9 +83,9 @@ def mixed_batch(engine: SglangEngine, prompts: Sequence[Sequence[int]], new_toke
     order = [(p, v) for p in range(len(prompts)) for v in kinds]
     mixed = answers(engine, [prompts[p] for p, _ in order], params, [v for _, v in order])
     pairs = [(mixed[i], alone[v][p]) for i, (p, v) in enumerate(order)]
-    common = [_common(a.token_ids, b.token_ids) for a, b in pairs]
+    common = [common_tokens(a.token_ids, b.token_ids) for a, b in pairs]
     starts = [(a.logprobs[:n], b.logprobs[:n]) for (a, b), n in zip(pairs, common, strict=True) if n]
-    apart = [_common(alone[kinds[1]][p].token_ids, alone[kinds[2]][p].token_ids) for p in range(len(prompts))]
+    apart = [common_tokens(alone[kinds[1]][p].token_ids, alone[kinds[2]][p].token_ids) for p in range(len(prompts))]
     return {
         **closeness([torch.tensor(a) for a, _ in starts], [torch.tensor(b) for _, b in starts]),
         "versions_right": all(a.adapter_version == v for a, (_, v) in zip(mixed, order, strict=True)),
@@ -94,7 +94,8 @@ def mixed_batch(engine: SglangEngine, prompts: Sequence[Sequence[int]], new_toke
     }  # fmt: skip
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two answers begin with alike."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -12,6 +12,7 @@ from miles_k3.sglang_ladder.report import Report
 
 def steps() -> dict[str, Callable[[Path, Report], None]]:
     """Name -> what a process of its own does with a work folder and its report."""
+    from miles_k3.sglang_ladder.dspark import dspark, dspark_eager
     from miles_k3.sglang_ladder.golden import golden, golden_eager
     from miles_k3.sglang_ladder.ten_steps import ten_steps
     from miles_k3.sglang_ladder.wide import wide_base, wide_lora, wide_lora_blocks
@@ -19,6 +20,7 @@ def steps() -> dict[str, Callable[[Path, Report], None]]:
     return {
         "kernels": kernels, "golden": golden, "golden-eager": golden_eager, "wide-base": wide_base,
         "wide-lora": wide_lora, "wide-lora-blocks": wide_lora_blocks, "rl": ten_steps,
+        "dspark": dspark, "dspark-eager": dspark_eager,
     }  # fmt: skip
 
 
@@ -31,6 +33,7 @@ def kernels(_: Path, report: Report) -> None:
 
 def dry_run(chosen: Sequence[str], work: Path) -> Iterator[str]:
     """Make the models and judge the arguments of some steps; a line each. Raises what a step would stumble over."""
+    from miles_k3.sglang_ladder.drafts import write_telling_draft
     from miles_k3.sglang_ladder.models import arguments_for, golden_adapter, golden_checkpoint, recipe_for, wide_model
     from miles_k3.sglang_ladder.ten_steps import small_model, small_recipe
 
@@ -42,6 +45,10 @@ def dry_run(chosen: Sequence[str], work: Path) -> Iterator[str]:
             folder = golden_checkpoint(work)
             detail = f"{len(golden_adapter(folder))} adapter tensors"
             recipe = recipe_for(folder, max_running=16, prompt=512, new=256, cuda_graphs=step == "golden")
+        elif step.startswith("dspark"):
+            folder, detail = golden_checkpoint(work), "with a draft that knows nothing"
+            draft = write_telling_draft(work / "golden-draft", K3Config.from_folder(folder), [])
+            recipe = recipe_for(folder, max_running=32, prompt=512, new=256, draft=str(draft))
         elif step.startswith("wide"):
             folder, detail = wide_model(work), "config only"
             recipe = recipe_for(folder, max_running=64, prompt=256, new=128, memory_fraction=0.6)

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from miles_k3.config import Recipe
+from miles_k3.errors import CheckpointError
 from miles_k3.k3.config import K3Config
+from miles_k3.k3.draft_config import DraftConfig
 from miles_k3.plan.engine import cache_tokens
+from miles_k3.plan.sglang import verify_tokens
 from miles_k3.rollout.sglang.names import SLOTS, TARGETS
 
 STATES_PER_REQUEST = 5  # KDA states that the published LoRA recipe draws for a running request (spec 6.6)
@@ -70,6 +73,8 @@ def server_arguments(recipe: Recipe, config: K3Config, machine: Machine) -> dict
         arguments["enable_return_routed_experts"] = True
     if rollout.sleep_while_training:
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    if own.draft is not None:
+        arguments |= _drafting(recipe, own.draft)
     if own.nodes > 1:
         arguments |= {"nnodes": own.nodes, "node_rank": machine.node, "dist_init_addr": machine.meeting_place}
     return arguments
@@ -88,9 +93,25 @@ def _graphs(wanted: bool, requests: int) -> dict[str, Any]:
     return {"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": requests}
 
 
+def _drafting(recipe: Recipe, folder: str) -> dict[str, Any]:
+    """A DSpark draft, and room for the tokens that a request has under verification and those of the step after it."""
+    draft, rollout = DraftConfig.from_folder(folder), recipe.rollout
+    told: dict[str, Any] = {
+        "speculative_algorithm": "DSPARK", "speculative_draft_model_path": folder,
+        "speculative_dspark_block_size": draft.block_size,
+        "max_total_tokens": cache_tokens(recipe) + verify_tokens(recipe, draft),
+    }  # fmt: skip
+    if rollout.sleep_while_training:
+        told["enable_draft_weights_cpu_backup"] = True
+    return told
+
+
 def sglang_problems(recipe: Recipe, config: K3Config) -> list[str]:
     """Why SGLang can't serve this model with this recipe, a sentence each with what to change."""
-    return [*_model_problems(config, recipe), *_split_problems(config, recipe), *_option_problems(recipe)]
+    return [
+        *_model_problems(config, recipe), *_split_problems(config, recipe), *_option_problems(recipe),
+        *_draft_problems(config, recipe),
+    ]  # fmt: skip
 
 
 def _model_problems(c: K3Config, recipe: Recipe) -> Iterator[str]:
@@ -156,11 +177,6 @@ def _option_problems(recipe: Recipe) -> Iterator[str]:
             f"rollout.sampling.top_p is {rollout.sampling.top_p} and top_k {rollout.sampling.top_k}, but SGLang's "
             "log-probabilities leave both out; set them to 1.0 and 0, or set rollout.engine: embedded"
         )
-    if own.draft is not None:
-        yield (
-            f"rollout.sglang.draft is {own.draft}, but SGLang refuses every draft but n-grams beside LoRA (see "
-            "docs/sglang.md); set it to null"
-        )
     if own.dcp > 1 and own.attention not in _DCP_ATTENTION:
         yield (
             f"rollout.sglang.dcp is {own.dcp} with attention {own.attention}; SGLang shares a request's KV with "
@@ -182,6 +198,31 @@ def _option_problems(recipe: Recipe) -> Iterator[str]:
         )
     if rollout.prefix_cache == "paged":
         yield "rollout.prefix_cache is paged, which SGLang doesn't have; set it to radix or off"
+
+
+def _draft_problems(c: K3Config, recipe: Recipe) -> Iterator[str]:
+    own = recipe.rollout.sglang
+    if own.draft is None:
+        return
+    key = f"rollout.sglang.draft is {own.draft}"
+    try:
+        draft = DraftConfig.from_folder(own.draft)
+        draft.refuse_target(c, own.draft)
+    except CheckpointError as e:
+        yield f"{key}, which can't draft for this model: {'; '.join(str(e).splitlines())}"
+        return
+    if draft.num_target_layers is None and max(draft.target_layer_ids) >= draft.num_hidden_layers:
+        yield (
+            f"{key}, whose config.json has no num_target_layers: SGLang takes the draft's own "
+            f'{draft.num_hidden_layers} for it and refuses the taps; add "num_target_layers": {c.num_hidden_layers}'
+        )
+    if recipe.algorithm.routing_replay:
+        yield (
+            f"{key} beside algorithm.routing_replay: SGLang's DSpark worker doesn't hand out the experts of what it "
+            "verified; set one of them back"
+        )
+    if own.disaggregation.transfer != "off":
+        yield f"{key} beside rollout.sglang.disaggregation, which nobody has tried with adapters; set one of them back"
 
 
 def _memory_problems(recipe: Recipe) -> Iterator[str]:

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from bare import bare, outcome
+from real_draft_hooks import DRAFT_CASES
 
 from miles_k3.rollout.sglang.hooks import (
     config_aliases,
@@ -26,24 +28,6 @@ from miles_k3.rollout.sglang.hooks import (
     reduce_fusion,
     report,
 )
-
-
-def outcome(work: Callable[[], Any]) -> Any:
-    """What it gives, or the error that it ends with."""
-    try:
-        return work()
-    except Exception as error:  # noqa: BLE001 - the error is what is looked at
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-
-
-def bare(kind: Any, **attributes: Any) -> Any:
-    """An instance without its constructor's work."""
-    made = kind.__new__(kind)
-    if isinstance(made, torch.nn.Module):
-        torch.nn.Module.__init__(made)
-    for name, value in attributes.items():
-        object.__setattr__(made, name, value)
-    return made
 
 
 def _aliases() -> Any:
@@ -182,6 +166,7 @@ def _experts_stub() -> None:
 
 
 def _buffers() -> Any:
+    """Of three requests that verify eight tokens each; without the hook, the error on packed experts."""
     from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 
     experts = SimpleNamespace(top_k=2, num_experts=4, intermediate_size_per_partition=128, hidden_size=256)
@@ -191,6 +176,12 @@ def _buffers() -> Any:
         backend, 3, 2, torch.bfloat16, SimpleNamespace(base_layer=experts, _quant_info=packed)
     )
     return [list(backend.moe_cg_buffers[f"intermediate_cache{i}"].shape) for i in (1, 2, 3)]
+
+
+def _buffers_stub() -> None:
+    import sglang.srt.runtime_context as context
+
+    context.get_server_args = lambda: SimpleNamespace(speculative_algorithm="DSPARK", speculative_num_draft_tokens=8)
 
 
 def _capture() -> Any:
@@ -281,10 +272,11 @@ CASES: dict[str, tuple[Any, Callable[[], Any], Callable[[], None] | None]] = {
     "moe_front": (moe_front, _front, _front_stub),
     "reduce_fusion": (reduce_fusion, _fusion, _fusion_stub),
     "expert_lora": (expert_lora, _experts, _experts_stub),
-    "graph_buffers": (graph_buffers, _buffers, None),
+    "graph_buffers": (graph_buffers, _buffers, _buffers_stub),
     "expert_capture": (expert_capture, _capture, _capture_stub),
     "direct_swap": (direct_swap, _swap, None),
     "report": (report, _told, _told_stub),
+    **DRAFT_CASES,
 }
 
 

@@ -22,9 +22,29 @@ EXPECTED: dict[str, tuple[Any, Any]] = {
     "moe_front": (True, False),
     "reduce_fusion": (True, False),
     "expert_lora": ("AssertionError", ["MarlinSituExperts", False, True, ["the base", "the base", "RowHooks"]]),
-    "graph_buffers": ("AttributeError", [[3, 2, 256], [6, 128], [3, 2, 256]]),
+    "graph_buffers": ("AttributeError", [[24, 2, 256], [48, 128], [24, 2, 256]]),
     "expert_capture": (None, 7),
     "report": (None, list(hook_names())),
+    "draft_runner": (None, False),
+    "verify_batch": (
+        "TypeError",
+        {
+            "eager": [[8, 8, 8], [0, 8, 16, 24], [2] * 8 + [0] * 8 + [1] * 8],
+            "graph": [[0, 8, 16, 24, 32], [2, 0, 1, 0], [2] * 8 + [0] * 8 + [1] * 8],
+            "left": None,
+            "apart": 0.0,
+            "ragged": "RuntimeError: a batch verifies 24 tokens of 3 requests with 8 each at most; adapters need as "
+            "many of every request: unset SGLANG_RAGGED_VERIFY_MODE",
+        },
+    ),
+    "draft_logprobs": (
+        "ValueError: DSpark speculative decoding does not support return_logprob",
+        {"request": None, "apart": 0.0, "shape": [2, 3], "prompt saw": True, "left": True},
+    ),
+    "draft_allowed": (
+        "ValueError: Currently LoRA is only compatible with NGRAM",
+        ["DSPARK", "ValueError: SGLANG_RAGGED_VERIFY_MODE is compact", "ValueError: Currently LoRA"],
+    ),
 }
 
 

@@ -28,6 +28,7 @@ ON = ("rollout.speculative.mode=verify_all", f"rollout.speculative.draft={DRAFT}
         ((*ON, "rollout.speculative.costs=costs.json"), "only trim looks at costs"),
         ((*ON, "rollout.speculative.verify_tokens=511"), "have 512 positions; set that or more"),
         ((*ON, "rollout.engine=sglang"), "only the embedded one drafts"),
+        (("rollout.speculative.train=true", "rollout.engine=sglang"), "sglang, whose draft stays the one"),
         ((*ON, "rollout.speculative.num_draft_tokens=0"), "num_draft_tokens"),
     ],
 )

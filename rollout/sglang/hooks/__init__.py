@@ -10,6 +10,9 @@ from types import ModuleType
 from miles_k3.rollout.sglang.hooks import (
     config_aliases,
     direct_swap,
+    draft_allowed,
+    draft_logprobs,
+    draft_runner,
     expert_capture,
     expert_lora,
     graph_buffers,
@@ -18,6 +21,7 @@ from miles_k3.rollout.sglang.hooks import (
     output_gate,
     reduce_fusion,
     report,
+    verify_batch,
 )
 
 HOOKS: tuple[ModuleType, ...] = (
@@ -30,6 +34,10 @@ HOOKS: tuple[ModuleType, ...] = (
     graph_buffers,
     expert_capture,
     direct_swap,
+    draft_runner,
+    verify_batch,
+    draft_logprobs,
+    draft_allowed,
     report,
 )
 

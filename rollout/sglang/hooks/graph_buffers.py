@@ -1,7 +1,8 @@
 """CUDA graphs with LoRA on Marlin's experts.
 
 SGLang sizes the graphs' LoRA buffers from the experts' plain weights. Marlin's are packed under other names, and it
-ends with AttributeError 'w13_weight' at its start; without graphs a decode step costs ten times as much.
+ends with AttributeError 'w13_weight' at its start; without graphs a decode step costs ten times as much. And it sizes
+them for one token a request, where a step that verifies a draft's has several.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import functools
 from types import SimpleNamespace
 from typing import Any
+
+from miles_k3.rollout.sglang.hooks.draft_allowed import ALGORITHM
 
 
 def plain_shapes(experts: Any, packed: Any) -> SimpleNamespace:
@@ -21,8 +24,14 @@ def plain_shapes(experts: Any, packed: Any) -> SimpleNamespace:
     )
 
 
+def rows_of(options: Any) -> int:
+    """Rows of a request in a captured step, by the server's arguments."""
+    return int(options.speculative_num_draft_tokens) if options.speculative_algorithm == ALGORITHM else 1
+
+
 def install() -> None:
     from sglang.srt.lora.backend.base_backend import BaseLoRABackend
+    from sglang.srt.runtime_context import get_server_args
 
     allocate = BaseLoRABackend.init_cuda_graph_moe_buffers
 
@@ -31,6 +40,6 @@ def install() -> None:
         if not hasattr(moe_layer._quant_info, "w13_weight"):
             base = moe_layer.base_layer
             moe_layer = SimpleNamespace(base_layer=base, _quant_info=plain_shapes(base, moe_layer._quant_info))
-        allocate(self, max_bs, max_loras, compute_dtype, moe_layer)
+        allocate(self, max_bs * rows_of(get_server_args()), max_loras, compute_dtype, moe_layer)
 
     BaseLoRABackend.init_cuda_graph_moe_buffers = from_plain_shapes

@@ -15,6 +15,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import draft_stubs
 import torch
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -38,6 +39,8 @@ class _Stream:
 
 def _without_pinning(make: Any) -> Any:
     def made(*arguments: Any, pin_memory: bool = False, **options: Any) -> Any:
+        if options.get("device") == "cuda":  # as some code writes it, whatever the server's device
+            options["device"] = "cpu"
         return make(*arguments, **options)
 
     return made
@@ -139,6 +142,7 @@ _PATCHES = {
     "sglang.srt.managers.scheduler": _tells_bytes,
     "sglang.srt.lora.lora_manager": _tells_slots,
     "sglang.srt.distributed.device_communicators.pynccl": _without_nccl,
+    **draft_stubs.PATCHES,
 }
 
 

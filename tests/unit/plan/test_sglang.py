@@ -5,10 +5,12 @@ That the sizes are SGLang's own is tried with SGLang itself (`tests/sglang`).
 
 from __future__ import annotations
 
+import json
 from math import prod
 from pathlib import Path
 
 import pytest
+from helpers.drafts import RADIXARK
 
 from miles_k3.adapters.layout import adapter_layout
 from miles_k3.adapters.shard import held_layout
@@ -80,6 +82,20 @@ def test_keys_that_change_it(override: str, item: str, change) -> None:
     usual = ("rollout.max_running=64", "lora.rank=16")
     expected = change(getattr(of(*usual), item))
     assert getattr(of(*usual, override), item) == pytest.approx(expected)
+
+
+def test_a_draft_takes_its_weights_and_room_for_what_is_verified(tmp_path: Path) -> None:
+    """With eight verified rows of a request."""
+    (tmp_path / "config.json").write_text(json.dumps(RADIXARK))
+    usual = ("rollout.max_running=4", "rollout.num_pages=64", "rollout.page_size=16", "rollout.sglang.state_slots=19")
+    plain, drafted = of(*usual), of(*usual, f"rollout.sglang.draft={tmp_path}")
+    assert drafted.draft == 2_249_289_601 * BF16, "as many as are published"
+    of_draft = 2 * 5 * 16 * 64 * BF16
+    per_token = plain.kv // (64 * 16 + 1)
+    assert drafted.kv == (64 * 16 + 1 + 2 * 8 * 4) * (per_token + of_draft)
+    assert drafted.replay == plain.states // 20 * 8 * 5, "of each request, and the pool's own spare one"
+    assert drafted.work == 8 * plain.work
+    assert drafted.graphs > plain.graphs
 
 
 def test_graphs_cost_memory() -> None:
