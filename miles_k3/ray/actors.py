@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from miles_k3.config import Recipe
-from miles_k3.errors import LaunchError, TransportError
-from miles_k3.ray.engine_nodes import EngineNode, OtherNodes, free_address
+from miles_k3.errors import TransportError
+from miles_k3.ray.engine_nodes import OtherNodes, free_address
+from miles_k3.ray.order import Order, Place, settle_in
 from miles_k3.ray.remote_engine import EngineGoneError, RemoteEngine
 from miles_k3.types import AdapterUpdate, Completion, LentAdapter, SamplingParams
 
@@ -36,51 +33,6 @@ log = logging.getLogger(__name__)
 SHARE = 0.5  # of a bundle's devices: the rank has one half, its engine the other
 MANY = 100_000  # requests at once; the engine itself decides how many run
 REPLY_S = 10.0  # for the end of a process to become known
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where an actor landed. `devices` are the GPUs it was given, as the host numbers them."""
-
-    node: str
-    address: str
-    devices: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What a process of the run has to know. `environment`: None removes a variable; `folder` is the working one;
-    `engine`: the machines of the engine that the rank speaks for, none where it has none; `share`: of a bundle's
-    resources, what the engine's process has."""
-
-    recipe: Recipe
-    resume: bool
-    debug: bool
-    environment: Mapping[str, str | None]
-    folder: Path
-    engine: tuple[EngineNode, ...]
-    share: Mapping[str, float]
-
-
-def settle_in(order: Order) -> World:
-    """Make this process the one that the order describes; its place among the ranks."""
-    for name, value in order.environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    if not order.folder.is_dir():
-        raise LaunchError(
-            f"{order.folder}, where the run was launched, does not exist on {ray.util.get_node_ip_address()}; every "
-            "node must see the run's folder and the model under the same paths"
-        )
-    os.chdir(order.folder)
-    from miles_k3.logs import set_up_logging
-    from miles_k3.world import world_of
-
-    world = world_of()
-    set_up_logging(debug=order.debug, rank=world.rank)
-    return world
 
 
 class RankActor:

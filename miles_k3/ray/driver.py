@@ -19,9 +19,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from miles_k3.config import Recipe
 from miles_k3.errors import LaunchError
 from miles_k3.plan.planner import read_config
-from miles_k3.ray.actors import SHARE, Order, Place, RankActor, end_of_process
+from miles_k3.ray.actors import SHARE, RankActor, end_of_process
 from miles_k3.ray.cluster import Request, joined, placed, refuse_cluster, request_of, spare_proxies
 from miles_k3.ray.engine_nodes import engine_nodes
+from miles_k3.ray.order import Order, Place
 from miles_k3.rollout.sglang.arguments import sglang_problems
 from miles_k3.rollout.sglang.span import engine_ranks, span_problems
 from miles_k3.world import LAUNCHER, PeerLostError

@@ -14,38 +14,17 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-if TYPE_CHECKING:
-    from miles_k3.ray.actors import Order
+from miles_k3.ray.order import EngineNode, Order, settle_in
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # between two looks at whether a machine's part has ended
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineNode:
-    """A machine's part of one engine: the bundle that its process lies in, its first GPU among those that the run has
-    there, and the environment of a process of the run there."""
-
-    group: PlacementGroup
-    bundle: int
-    first_gpu: int
-    environment: Mapping[str, str | None]
-
-    def actor(self, kind: type, share: Mapping[str, float], **options: Any) -> Any:
-        """A remote class whose instances are placed here."""
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
-        return ray.remote(kind).options(
-            num_cpus=share["CPU"], num_gpus=share.get("GPU", 0), scheduling_strategy=strategy, max_restarts=0, **options
-        )
 
 
 def engine_nodes(
@@ -88,8 +67,6 @@ class NodeActor:
 
     def serve(self, meeting_place: str) -> str:
         """Run it until it ends; what its end was."""
-        from miles_k3.ray.actors import settle_in
-
         own = self._order.engine[self._node]
         settle_in(dataclasses.replace(self._order, environment=own.environment))
         from miles_k3.assemble import model_config

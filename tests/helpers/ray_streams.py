@@ -13,8 +13,8 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from miles_k3.ray.actors import SHARE, Order, RayEngineProcess
-from miles_k3.ray.engine_nodes import EngineNode
+from miles_k3.ray.actors import SHARE, RayEngineProcess
+from miles_k3.ray.order import EngineNode, Order
 from miles_k3.ray.remote_engine import RemoteEngine
 from miles_k3.recipe import load_recipe
 from miles_k3.types import SamplingParams

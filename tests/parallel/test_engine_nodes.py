@@ -18,9 +18,10 @@ from miles_k3.adapters.layout import adapter_layout
 from miles_k3.adapters.transport.loan import Loan
 from miles_k3.adapters.update import cut, make_update
 from miles_k3.assemble import adapter_config, model_config
-from miles_k3.ray.actors import Order, RayEngineProcess
+from miles_k3.ray.actors import RayEngineProcess
 from miles_k3.ray.cluster import Request, placed
 from miles_k3.ray.engine_nodes import engine_nodes
+from miles_k3.ray.order import Order
 from miles_k3.ray.remote_engine import RemoteEngine
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.sglang.span import engine_ranks, held_experts
