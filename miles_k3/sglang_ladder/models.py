@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 GOLDEN_SHA256 = "dae6e43841f99b7c"
 GOLDEN_SHAPE = {"layers": 8, "experts": 16, "topk": 16, "hidden": 1024}
-RL_SHAPE = {"layers": 4, "experts": 16, "topk": 16, "hidden": 1024, "vocab": 512}  # the tiny tokenizer's vocabulary
+RL_SHAPE = {"layers": 4, "experts": 32, "topk": 8, "hidden": 1024, "vocab": 512}  # the tiny tokenizer's vocabulary
 ADAPTER = AdapterConfig(rank=16, alpha=32.0, share_gate_up_a=False)
 
 

@@ -61,7 +61,7 @@ def small_recipe(work: Path, folder: Path) -> Recipe:
         "task.name": f"jsonl:{rows}", "task.params": "{}", "task.scorer": "exact", "rollout.engine": "sglang",
         "rollout.prompts_per_step": 8, "rollout.group_size": 4, "rollout.max_running": 32, "rollout.num_pages": 2048,
         "rollout.sleep_while_training": True, "rollout.sglang.memory_fraction": 0.3, "trainer.lr": 1e-3,
-        "algorithm.drop_equal_groups": False,
+        "algorithm.drop_equal_groups": False, "algorithm.routing_replay": True,
     }  # fmt: skip
     return load_recipe("tiny-cpu", [f"{key}={value}" for key, value in changes.items()]).recipe
 
