@@ -100,17 +100,17 @@ def bench_modes(
     prompts = _prompts(recipe, model, max(plan.batches), plan)
     profile = measure_engine(engines[PlanMode.TRIM], loads=list(plan.batches))
     engines[PlanMode.TRIM].speculator.planner.profile = profile  # type: ignore[union-attr]
-    rates = []
+    out.mkdir(parents=True, exist_ok=True)
+    profile.save(out / "costs.json")
+    rates: list[Rate] = []
     for batch in plan.batches:
         for rate in _rates(engines, prompts[:batch], plan):
             told(rate)
             rates.append(rate)
+        content = {"plan": asdict(plan), "rates": [asdict(r) for r in rates]}
+        write_text(out / "speculative.json", json.dumps(content, indent=1) + "\n")  # what an end at the next leaves
     for engine in engines.values():
         engine.close()
-    out.mkdir(parents=True, exist_ok=True)
-    profile.save(out / "costs.json")
-    content = {"plan": asdict(plan), "rates": [asdict(r) for r in rates]}
-    write_text(out / "speculative.json", json.dumps(content, indent=1) + "\n")
     return rates
 
 
