@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 
+from miles_k3.config import Recipe
 from miles_k3.k3.config import K3Config
+from miles_k3.k3.draft_config import DraftConfig
+from miles_k3.recipe import load_recipe
+from miles_k3.sglang_ladder.drafts import draft_config, write_telling_draft
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SHAPE = {"layers": 4, "experts": 4, "topk": 2, "hidden": 256, "latent": 256, "inter": 128, "vocab": 512}
@@ -36,6 +40,23 @@ def write_small_k3(folder: Path) -> Path:
         patch.setattr(sys, "argv", ["make_golden_checkpoint.py", *arguments])
         runpy.run_path(str(GOLDEN / "make_golden_checkpoint.py"))
     return folder
+
+
+def write_small_draft(folder: Path) -> DraftConfig:
+    """A draft of that K3, in the published format."""
+    config = small_config()
+    write_telling_draft(folder, config, [range(40)])
+    return draft_config(config)
+
+
+def drafted_recipe(draft: Path) -> Recipe:
+    """What asks for a server of `CPU_ARGUMENTS` with a draft."""
+    return load_recipe("tiny-cpu", [
+        "rollout.engine=sglang", f"rollout.max_running={CPU_ARGUMENTS['max_running_requests']}", "rollout.page_size=16",
+        f"rollout.num_pages={CPU_ARGUMENTS['max_total_tokens'] // 16}", f"rollout.max_lora_rank={RANK}",
+        f"lora.rank={RANK}", f"rollout.sglang.state_slots={CPU_ARGUMENTS['max_mamba_cache_size']}",
+        "rollout.sglang.cuda_graphs=false", f"rollout.sglang.draft={draft}",
+    ]).recipe  # fmt: skip
 
 
 @contextmanager

@@ -90,6 +90,8 @@ def _tells_bytes(module: ModuleType) -> None:
     def with_bytes(self: Any, request: Any) -> Any:
         answer = ask(self, request)
         answer.internal_state["bytes"] = _held(self.tp_worker.model_runner)
+        if self.draft_worker is not None:
+            answer.internal_state["draft"] = draft_stubs.told(self)
         return answer
 
     module.Scheduler.get_internal_state = with_bytes  # type: ignore[attr-defined]
