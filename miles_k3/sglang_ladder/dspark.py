@@ -64,11 +64,12 @@ def _engine(folder: Path, report: Report, name: str, **sglang: Any) -> Iterator[
     config = K3Config.from_folder(folder)
     recipe = recipe_for(folder, max_running=REQUESTS, prompt=512, new=256, **sglang)
     start = time.monotonic()
-    backend = Accepting(golden.started(arguments_for(recipe, config), config))
+    arguments = arguments_for(recipe, config, enable_memory_saver=True, enable_weights_cpu_backup=True)
+    backend = Accepting(golden.started(arguments, config))
     report.note(**{f"{name}_start_s": round(time.monotonic() - start, 1)})
     engine = SglangEngine(
         cast("Backend", backend), config, tokenizer=None, adapter_config=ADAPTER, max_lora_rank=ADAPTER.rank,
-        max_sequence_tokens=768,
+        max_sequence_tokens=768, memory_saver=True,
     )  # fmt: skip
     try:
         yield engine, backend
@@ -110,6 +111,8 @@ def _drafted(work: Path, report: Report, plain: Mapping[str, Any], *, cuda_graph
             _one_batch(engine, report)
         with report.part("prefix hits"):
             _prefix_hits(engine, backend, work, report)
+        with report.part("sleep"):
+            _sleeps(engine, backend, report)
 
 
 def _answers(engine: SglangEngine, backend: Accepting, work: Path, report: Report, name: str) -> dict[str, Any]:
@@ -208,3 +211,17 @@ def _prefix_hits(engine: SglangEngine, backend: Accepting, work: Path, report: R
     report.note(prefix_hits=hits)
     report.check("prompt tokens from the cache, the same version", hits["again"], limit=1, at_least=True)
     report.check("prompt tokens from the cache, the next version", hits["next_version"], limit=0)
+
+
+def _sleeps(engine: SglangEngine, backend: Accepting, report: Report) -> None:
+    """The golden adapter is the current one again; the draft still knows its answers, if its weights came back."""
+    prompts, greedy = golden_scores("base")[0], SamplingParams(temperature=0.0, max_new_tokens=NEW)
+    before = measures.answers(engine, prompts, greedy, [None] * len(prompts))
+    engine.sleep()
+    engine.wake()
+    backend.take()
+    after = common_start(measures.answers(engine, prompts, greedy, [None] * len(prompts)), before)
+    accepted = backend.take()
+    report.note(after_wake=after, after_wake_accepted=accepted)
+    report.check("after sleep and wake: log-probabilities, mean", after["mean"], limit=golden.SELF_MEAN)
+    report.check("after sleep and wake: tokens of a verify", accepted, limit=ACCEPTED, at_least=True)

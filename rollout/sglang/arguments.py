@@ -95,15 +95,12 @@ def _graphs(wanted: bool, requests: int) -> dict[str, Any]:
 
 def _drafting(recipe: Recipe, folder: str) -> dict[str, Any]:
     """A DSpark draft, and room for the tokens that a request has under verification and those of the step after it."""
-    draft, rollout = DraftConfig.from_folder(folder), recipe.rollout
-    told: dict[str, Any] = {
+    draft = DraftConfig.from_folder(folder)
+    return {
         "speculative_algorithm": "DSPARK", "speculative_draft_model_path": folder,
         "speculative_dspark_block_size": draft.block_size,
         "max_total_tokens": cache_tokens(recipe) + verify_tokens(recipe, draft),
     }  # fmt: skip
-    if rollout.sleep_while_training:
-        told["enable_draft_weights_cpu_backup"] = True
-    return told
 
 
 def sglang_problems(recipe: Recipe, config: K3Config) -> list[str]:

@@ -76,7 +76,7 @@ def test_the_steps_with_a_draft_go_through(
     report = Report(tmp_path / "dspark.json")
     dspark.dspark(work, report)
     assert report.content["errors"] == {}
-    assert set(report.content["part_s"]) == {"plain", "answers", "one batch", "prefix hits"}
+    assert set(report.content["part_s"]) == {"plain", "answers", "one batch", "prefix hits", "sleep"}
     checks = {check["name"]: check["ok"] for check in report.content["checks"]}
     for kind in dspark.KINDS:
         assert report.content[f"{kind}_drafted_against_plain"]["tokens"] == 4 * dspark.NEW

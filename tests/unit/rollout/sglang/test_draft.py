@@ -49,7 +49,6 @@ def test_the_published_draft_is_told_with_room_for_what_is_verified(config: K3Co
     )}), config, Machine())  # fmt: skip
     assert told["max_total_tokens"] - plain["max_total_tokens"] == 2 * 8 * recipe.rollout.max_running
     assert not any("speculative" in key for key in plain)
-    assert told["enable_draft_weights_cpu_backup"] is recipe.rollout.sleep_while_training is True
 
 
 @pytest.mark.parametrize(
