@@ -248,9 +248,11 @@ class SglangEngine:
         """Gauges of now and counters since the start. Raises SglangGoneError when SGLang's processes have ended."""
         state = {} if self._closed else self._backend.state()
         numbers = {k: float(v) for k, v in state.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+        accepted = numbers.get("avg_spec_accept_length")
+        drafted = {} if accepted is None else {"tokens_per_verify": accepted}
         return {
             "running": len(self._running), "adapter_version": self.adapter_version,
-            "generated_tokens_per_s": numbers.get("last_gen_throughput", 0.0), **self._counters,
+            "generated_tokens_per_s": numbers.get("last_gen_throughput", 0.0), **drafted, **self._counters,
         }  # fmt: skip
 
 

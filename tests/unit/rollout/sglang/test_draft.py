@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from helpers.drafts import RADIXARK
+from helpers.sglang_stand_in import CONFIG, StandIn
 
 from miles_k3.config import Recipe
 from miles_k3.k3.config import K3Config
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.sglang.arguments import Machine, server_arguments, sglang_problems
+from miles_k3.rollout.sglang.engine import SglangEngine
 from miles_k3.rollout.sglang.hooks.draft_allowed import refuse_ragged
 from miles_k3.rollout.sglang.hooks.expect import expect_parameters
 from miles_k3.rollout.sglang.hooks.graph_buffers import rows_of
@@ -67,6 +69,14 @@ def test_refusals(
     (found,) = sglang_problems(made(tmp_path, *overrides, **changes), config)
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(found)
+
+
+def test_how_much_a_verify_yields_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = StandIn()
+    engine = SglangEngine(backend, CONFIG, tokenizer=None, adapter_config=None, max_lora_rank=4, max_sequence_tokens=64)
+    assert "tokens_per_verify" not in engine.stats(), "where nothing is drafted"
+    monkeypatch.setattr(backend, "state", lambda: {"avg_spec_accept_length": 3.5})
+    assert engine.stats()["tokens_per_verify"] == 3.5
 
 
 def drafted(width: int, layout: object = None) -> SimpleNamespace:
