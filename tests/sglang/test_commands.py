@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
+from pathlib import Path
 
 import pytest
 
 from miles_k3.k3.config import K3Config
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.sglang.commands import serve_commands
+from miles_k3.sglang_ladder.drafts import draft_config
 
 CLUSTER = ("rollout.engine=sglang", "rollout.engine_tp=16", "rollout.sglang.ep=16", "rollout.sglang.nodes=1")
 PARTS = "rollout.sglang.disaggregation"
@@ -49,3 +52,18 @@ def test_sglang_parses_them(overrides: tuple[str, ...]) -> None:
             "prefill",
             "decode",
         ]
+
+
+def test_sglang_parses_a_draft(tmp_path: Path) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    config = K3Config.from_folder(load_recipe("k3-64xgb300").recipe.model.path)
+    (tmp_path / "config.json").write_text(json.dumps(draft_config(config).to_json()))
+    recipe = load_recipe("k3-64xgb300", [*CLUSTER, f"rollout.sglang.draft={tmp_path}"]).recipe
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    read = parser.parse_args(shlex.split(serve_commands(recipe, config)[1])[3:])
+    assert read.speculative_algorithm == "DSPARK"
+    assert (read.speculative_draft_model_path, read.speculative_dspark_block_size) == (str(tmp_path), 7)
+    rollout = recipe.rollout
+    assert read.max_total_tokens == rollout.num_pages * rollout.page_size + 2 * 8 * rollout.max_running
