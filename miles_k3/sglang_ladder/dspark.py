@@ -163,7 +163,7 @@ def _compare(plain: Mapping[str, Any], drafted: Mapping[str, Any], report: Repor
     for kind in KINDS:
         found = common_start(drafted[kind], plain[kind])
         report.note(**{f"{kind}_drafted_against_plain": found})
-        report.check(f"{kind}: log-probabilities of the common start, mean", found["mean"], limit=golden.SELF_MEAN)
+        report.check(f"{kind}: log-probabilities of the common start, mean", found["mean"], limit=golden.MEAN)
         report.check(f"{kind}: tokens in common with plain decoding", found["tokens"], limit=COMMON, at_least=True)
         if found["parted"]:
             report.check(f"{kind}: of the tokens that part them, mean difference", found["tie"], limit=TIE)
@@ -223,5 +223,5 @@ def _sleeps(engine: SglangEngine, backend: Accepting, report: Report) -> None:
     after = common_start(measures.answers(engine, prompts, greedy, [None] * len(prompts)), before)
     accepted = backend.take()
     report.note(after_wake=after, after_wake_accepted=accepted)
-    report.check("after sleep and wake: log-probabilities, mean", after["mean"], limit=golden.SELF_MEAN)
+    report.check("after sleep and wake: log-probabilities, mean", after["mean"], limit=golden.MEAN)
     report.check("after sleep and wake: tokens of a verify", accepted, limit=ACCEPTED, at_least=True)
