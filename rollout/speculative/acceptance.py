@@ -90,17 +90,18 @@ def judge(
         kept_T = (tokens_T == drafted_T) & finite_T & ~is_last_T
         accepted_B = _prefix(kept_T, packed)
         return _committed(accepted_B, packed, tokens_T, logprobs_T, finite_T)
-    p_TV = policy_probs(logits_TV, rows, finite_T)
+    all_TV = processed_logprobs(logits_TV, rows)
+    p_TV = _probs(all_TV, logits_TV, rows, finite_T)
     q_TV = _one_hot(drafted_T, is_last_T, p_TV) if draft_probs_TV is None else draft_probs_TV
     kept_T = _survives(p_TV, q_TV, drafted_T, rows, positions_T) & finite_T & ~is_last_T
     accepted_B = _prefix(kept_T, packed)
-    ends_B = packed.cu_seqlens[:-1] + accepted_B
-    refused_B = ~is_last_T[ends_B]
+    ends_B = (packed.cu_seqlens[:-1] + accepted_B).clamp(max=packed.num_tokens - 1)  # an empty request's is another's
     redrawn_B = _redraw(p_TV[ends_B], q_TV[ends_B], uniforms(sampling.seeds_B, positions_T[ends_B]))
     tokens_T = torch.where(is_last_T, tokens_T, drafted_T)
-    tokens_T[ends_B] = torch.where(refused_B & finite_T[ends_B], redrawn_B, tokens_T[ends_B])
+    refused_T = (packed.cols_T == accepted_B[packed.rows_T]) & ~is_last_T
+    tokens_T = torch.where(refused_T, redrawn_B[packed.rows_T], tokens_T)
     tokens_T = torch.where(finite_T, tokens_T, 0)
-    reported_T = processed_logprobs(logits_TV, rows).gather(1, tokens_T.unsqueeze(1)).squeeze(1)
+    reported_T = all_TV.gather(1, tokens_T.unsqueeze(1)).squeeze(1)
     reported_T = torch.where(finite_T, reported_T, -torch.inf)
     return _committed(accepted_B, packed, tokens_T, reported_T, finite_T)
 
@@ -138,10 +139,15 @@ def _committed(accepted_B: Tensor, packed: Packed, tokens: Tensor, logprobs: Ten
 # --- rejection ------------------------------------------------------------------------------------------------------
 def policy_probs(logits_TV: Tensor, rows: SamplingBatch, finite_T: Tensor) -> Tensor:
     """What plain sampling draws from, greedy rows included; zeros in rows that aren't finite."""
-    p_TV = processed_logprobs(logits_TV, rows).exp()
+    return _probs(processed_logprobs(logits_TV, rows), logits_TV, rows, finite_T)
+
+
+def _probs(logprobs_TV: Tensor, logits_TV: Tensor, rows: SamplingBatch, finite_T: Tensor) -> Tensor:
+    p_TV = logprobs_TV.exp()
     if rows.greedy:
-        likeliest = torch.nn.functional.one_hot(logits_TV.nan_to_num().argmax(-1), logits_TV.shape[-1])
-        p_TV = torch.where(rows.greedy_B.unsqueeze(1), likeliest.to(p_TV.dtype), p_TV)
+        ids_V = torch.arange(logits_TV.shape[-1], device=logits_TV.device)
+        likeliest_TV = ids_V == logits_TV.nan_to_num().argmax(-1, keepdim=True)
+        p_TV = torch.where(rows.greedy_B.unsqueeze(1), likeliest_TV.to(p_TV.dtype), p_TV)
     return torch.where(finite_T.unsqueeze(1), p_TV, 0.0)
 
 

@@ -184,7 +184,7 @@ def test_planted_mistakes_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         judged = acceptance._survives
         monkeypatch.setattr(acceptance, "_survives", lambda p, q, *rest: judged(p, torch.ones_like(q), *rest))
     else:
-        monkeypatch.setattr(acceptance, "policy_probs", lambda logits, rows, finite: logits.softmax(-1))
+        monkeypatch.setattr(acceptance, "_probs", lambda _, logits, rows, finite: logits.softmax(-1))
     chains = Chains.draw(5, params)
     counts = joint_counts(chains, AcceptMode.REJECTION, COUNT, drawn=True)
     assert chi_square(counts, chains.joint()) > 6
@@ -213,6 +213,30 @@ def test_rejection_keeps_what_theory_says_and_coupling_less() -> None:
     overlap = torch.minimum(p.cumsum(0), q.cumsum(0)) - torch.maximum(p.cumsum(0) - p, q.cumsum(0) - q)
     assert kept["coupled", "coupled"] == pytest.approx(overlap.clamp(min=0).sum().item(), abs=0.01)
     assert kept["coupled", "rejection"] == pytest.approx((p * q).sum().item(), abs=0.01)
+
+
+@modes
+@pytest.mark.parametrize("rows", [0, 5])
+def test_padding_changes_nothing(mode: AcceptMode, rows: int) -> None:
+    """A recorded verify's: empty requests behind the others, and one more that owns the rows that are left, if any."""
+    logits, drafted, packed, params, firsts = case(3)
+    count, total, rng = len(params), len(logits), torch.Generator().manual_seed(9)
+    probs = torch.rand(total, VOCAB, generator=rng).softmax(-1) if mode is AcceptMode.REJECTION else None
+    real = judge(logits, drafted, packed, SamplingBatch.of(params, VOCAB, CPU), firsts, mode=mode, draft_probs_TV=probs)
+    padded = Packed(
+        torch.tensor([*packed.cu_seqlens.tolist()[:-1], total, total, total, total + rows]),
+        torch.cat([packed.rows_T, torch.full((rows,), count + 2)]), torch.cat([packed.cols_T, torch.arange(rows)]),
+        count + 3, total + rows,
+    )  # fmt: skip
+    nothing = torch.full((rows, VOCAB), torch.nan)
+    got = judge(
+        torch.cat([logits, nothing]), torch.cat([drafted, torch.zeros(rows, dtype=torch.int64)]), padded,
+        SamplingBatch.of(params + mixed_params(3), VOCAB, CPU), torch.cat([firsts, torch.zeros(3, dtype=torch.int64)]),
+        mode=mode, draft_probs_TV=None if probs is None else torch.cat([probs, nothing]),
+    )  # fmt: skip
+    assert torch.equal(got.accepted_B[:count], real.accepted_B)
+    for name in ("committed_T", "tokens_T", "logprobs_T", "finite_T"):
+        assert torch.equal(getattr(got, name)[:total], getattr(real, name)), name
 
 
 def test_misfits_are_refused() -> None:
