@@ -88,9 +88,12 @@ def _draft_bytes(recipe: Recipe, c: K3Config, draft: DraftConfig, itemsize: int)
 
 
 def _replay_bytes(recipe: Recipe, c: K3Config, draft: DraftConfig, itemsize: int) -> int:
-    """What moves the states of all positions of a verify (spec 6.6); given back while the engine sleeps."""
-    step = 5 * c.kda_dim * itemsize + (c.kda_dim + c.kda_num_heads) * FP32
-    return _verify_positions(recipe, draft) * len(c.kda_layers) * step
+    """What moves the states of all positions of a verify (spec 6.6), and under rejection what each token of a block was
+    drawn from; given back while the engine sleeps."""
+    step, at = 5 * c.kda_dim * itemsize + (c.kda_dim + c.kda_num_heads) * FP32, recipe.rollout
+    probs = (at.max_running + 1) * draft.block_size * c.vocab_size * FP32
+    rejects = at.speculative.accept == "rejection"
+    return _verify_positions(recipe, draft) * len(c.kda_layers) * step + rejects * probs
 
 
 def _verify_positions(recipe: Recipe, draft: DraftConfig) -> int:

@@ -51,9 +51,10 @@ COUNTERS = (
 class InFlight:
     """A step whose kernels are queued. `drawn_3B` on the host: tokens, log-probabilities, finite; whole after `event`.
 
-    float64 holds token ids and fp32 numbers exactly.
+    float64 holds token ids and fp32 numbers exactly. `step` None: who waits for it waits for an earlier one as well.
     """
 
+    step: Step | None
     requests: tuple[Request, ...]
     tokens_B: Tensor
     drawn_3B: Tensor
@@ -93,36 +94,39 @@ class Runner:
         self.clock: Callable[[], float] = time.perf_counter
         self.use_graphs(graphs)
         self._in_flight: InFlight | None = None
+        self._unwaited = False  # whether nobody waits for the step before
         self._sampling: tuple[tuple[Request, ...], SamplingBatch] | None = None
 
     def use_graphs(self, graphs: StepGraphs | None) -> None:
         """Replay what they take; None: every step is launched kernel by kernel."""
         self.graphs = graphs
         if self.speculator is not None:
-            self.speculator.draft_graphs = None if graphs is None else graphs.draft
-            self.speculator.drafts.keeps_memory = graphs is not None
+            self.speculator.use_graphs(None if graphs is None else graphs.draft)
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Queue the next step and file the results of the one before (without overlap, its own); who ended."""
         start = self.clock()
         drafts = self.speculator is not None and self.speculator.wants(self.scheduler.decoding)
+        thought = self.clock() - start
         done = self.collect() if drafts else []
-        steady, began = not self.overlap or drafts or self._in_flight is not None, self.clock()
-        num_recorded = 0 if self.graphs is None else self.graphs.num_recorded
+        began, num_recorded = self.clock(), 0 if self.graphs is None else self.graphs.num_recorded
         step = self.scheduler.plan()
+        timed = self._timed(step, drafts)
         if not (step.has_work or self._in_flight or done):
             raise EngineError(f"{len(self.scheduler.waiting)} requests wait and none can run: a bug in the scheduler")
         settled: list[Settled] = []
         queued = self._launch(step, settled if drafts else None) if step.has_work else None
+        self._unwaited = self.device.type != "cpu" and step.has_work and queued is None and not settled
         done += self.collect()
         self._in_flight = queued
         done += self._file(settled)
         if not self.overlap or (drafts and not settled):
             done += self.collect()
-        steady = steady and (self.graphs is None or self.graphs.num_recorded == num_recorded)  # which takes its time
-        if self.speculator is not None and steady and step.decodes and not (step.chunks or step.ready):
-            self.speculator.learn(step.decodes, settled if drafts else None, self.clock() - began)
+        if self.graphs is not None and self.graphs.num_recorded != num_recorded:
+            timed = None  # recording takes its time
+        if self.speculator is not None and timed is not None:
+            self.speculator.learn(timed, settled if drafts else None, thought + self.clock() - began)
         if self.speculator is not None and done:
             self.speculator.ended(done, self.scheduler)
         phase = "prefill_s" if step.chunks else "decode_s"
@@ -130,6 +134,12 @@ class Runner:
         self.counters["decode_steps"] += bool(step.decodes)
         self.seconds[phase] += self.clock() - start
         return done
+
+    def _timed(self, step: Step, drafts: bool) -> Step | None:
+        """Whose work a call of `step` takes the time of: with kernels that run on, the step's before."""
+        if self.device.type == "cpu" or drafts or not self.overlap:
+            return None if self._unwaited else step
+        return None if self._in_flight is None else self._in_flight.step
 
     # --- queueing -----------------------------------------------------------------------------------------------
     def _launch(self, step: Step, settled: list[Settled] | None) -> InFlight | None:
@@ -162,7 +172,7 @@ class Runner:
             x_BH.append(x_CH.index_select(0, put(rows, self.device)) if rows else x_CH[:0])
         members += [request for request, _ in step.ready]
         x_BH += [ending.x_H.unsqueeze(0) for _, ending in step.ready]
-        return self._draw(members, torch.cat(x_BH)) if members else None
+        return self._draw(step, members, torch.cat(x_BH)) if members else None
 
     def _replay(
         self, graphs: StepGraphs, step: Step, limits: NDArray[np.int64] | None, settled: list[Settled] | None
@@ -180,7 +190,7 @@ class Runner:
         left = recorded.left
         self._file_recorded(requests, [1] * count, left)
         self._advance(step, self._moved(step, None), left.drawn_3T)
-        return self._sent(requests, left.tokens_T[:count], left.drawn_3T[:, :count])
+        return self._sent(step, requests, left.tokens_T[:count], left.drawn_3T[:, :count])
 
     def _replay_verify(
         self, graphs: StepGraphs, requests: Sequence[Request], limits: NDArray[np.int64]
@@ -263,12 +273,13 @@ class Runner:
             rows += [row] * len(group)
         return ended, rows
 
-    def _draw(self, requests: Sequence[Request], x_BH: Tensor) -> InFlight:
+    def _draw(self, step: Step, requests: Sequence[Request], x_BH: Tensor) -> InFlight:
         positions_B = put([r.position for r in requests], self.device)
         tokens_B, logprobs_B, finite_B = sample(self.model.head(x_BH), self._sampling_batch(requests), positions_B)
-        return self._sent(requests, tokens_B, torch.stack([tokens_B.double(), logprobs_B.double(), finite_B.double()]))
+        drawn_3B = torch.stack([tokens_B.double(), logprobs_B.double(), finite_B.double()])
+        return self._sent(step, requests, tokens_B, drawn_3B)
 
-    def _sent(self, requests: Sequence[Request], tokens_B: Tensor, drawn_3B: Tensor) -> InFlight:
+    def _sent(self, step: Step, requests: Sequence[Request], tokens_B: Tensor, drawn_3B: Tensor) -> InFlight:
         """What was drawn is on its way to the host."""
         event, drawn_3B = None, drawn_3B.to("cpu", non_blocking=True, copy=True)  # a graph's own is soon written over
         if self.device.type == "cuda":
@@ -276,7 +287,10 @@ class Runner:
             event.record()
         for request in requests:
             request.in_flight += 1
-        return InFlight(requests=tuple(requests), tokens_B=tokens_B, drawn_3B=drawn_3B, event=event)
+        return InFlight(
+            step=None if self._unwaited else step, requests=tuple(requests), tokens_B=tokens_B, drawn_3B=drawn_3B,
+            event=event,
+        )  # fmt: skip
 
     def _file_routes(self, requests: Sequence[Request], wanted: Sequence[bool], parts: Sequence[Tensor]) -> None:
         """Copies to the host; they are whole when the step's tokens are."""

@@ -23,6 +23,7 @@ from miles_k3.rollout.cache.contract import Match
 from miles_k3.rollout.embedded.memory import RequestMemory
 from miles_k3.rollout.embedded.prefix import Ending, Prefixes
 from miles_k3.rollout.embedded.request import Request, Stage
+from miles_k3.rollout.speculative.planner.history import History
 from miles_k3.types import FinishReason
 
 
@@ -59,7 +60,7 @@ class Scheduler:
         prefixes: Prefixes | None = None,
         reserve_tokens: int | None = None,
         decode_tokens: int = 1,
-        follows: Callable[[int], bool] | None = None,
+        follows: Callable[[int, History], bool] | None = None,
     ) -> None:
         """`decode_tokens`: what a decoding request may feed in a step, which counts for the step's budget. `follows`:
         whether a draft should follow a request that comes when so many run; None: there is no draft."""
@@ -119,7 +120,8 @@ class Scheduler:
         request.feed = request.tokens
         leader = self._leader_for(request)
         if request.followed is None and self._follows is not None:
-            request.followed = self._follows(min(self.num_running + len(self.waiting), self.memory.num_seats))
+            load = min(self.num_running + len(self.waiting), self.memory.num_seats)
+            request.followed = self._follows(load, request.history)
         if leader:
             request.followed = leader.followed
             # Only full pages are shared: nobody writes into them any more once the prompt is computed.

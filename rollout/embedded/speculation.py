@@ -10,6 +10,7 @@ Shapes: R requests, G tokens of a block, T tokens of a step, V vocabulary, C num
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from miles_k3.rollout.embedded.model import EngineModel
 from miles_k3.rollout.embedded.proposal import Judged, Proposal, Settled, Speculative, capped, up_to_stop
 from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
-from miles_k3.rollout.embedded.scheduler import Scheduler
+from miles_k3.rollout.embedded.scheduler import Scheduler, Step
 from miles_k3.rollout.embedded.taps import Taps
 from miles_k3.rollout.speculative.acceptance import AcceptMode, draft_seeds, judge, policy_probs
 from miles_k3.rollout.speculative.audit import CommitAudit
@@ -44,6 +45,7 @@ from miles_k3.types import FinishReason
 if TYPE_CHECKING:  # Triton is not everywhere
     from miles_k3.rollout.embedded.fused.graphs.draft import DraftGraphs
 
+MOST_PROBS = 2 << 30  # bytes of drafted tokens' distributions that recorded steps may keep
 COUNTERS = (
     "verify_steps",
     "drafted_tokens",  # and verified
@@ -64,6 +66,8 @@ class Speculator:
             dict.fromkeys((*COUNTERS, *(f"verifies_accepting_{n}" for n in range(at.longest))), 0)
         )
         self.replay: ReplayBuffer | None = None
+        self.probs_NGV: Tensor | None = None  # under rejection, where recorded steps read and write it
+        self._max_running = max_running
         self.keeper: StateKeeper | None = None  # while somebody wants the rollouts' hidden states
         self.audit: CommitAudit | None = None  # set one to have every commit checked
         self._drafts = False  # whether the step under way drafts a block
@@ -73,8 +77,8 @@ class Speculator:
 
     # --- memory -------------------------------------------------------------------------------------------------
     def sleep(self) -> None:
-        """Give the replay buffer's memory back."""
-        self.replay = None
+        """Give the buffers' memory back."""
+        self.replay = self.probs_NGV = None
 
     def wake(self) -> None:
         """Take it again."""
@@ -82,11 +86,43 @@ class Speculator:
             self.replay = ReplayBuffer.for_layout(
                 self._layout, self.num_positions, self._device, on_kernels=self._model.on_kernels
             )
+        self.use_graphs(self.draft_graphs)
+
+    def use_graphs(self, draft_graphs: DraftGraphs | None) -> None:
+        """Steps are recorded from here on, or launched (None)."""
+        self.draft_graphs, self.drafts.keeps_memory = draft_graphs, draft_graphs is not None
+        if draft_graphs is None or not (self._rejects and self.is_recordable):
+            self.probs_NGV = None
+        elif self.probs_NGV is None:
+            self.probs_NGV = torch.zeros(*self._probs_shape, device=self._device)
+
+    @property
+    def _rejects(self) -> bool:
+        return self.at.accept is AcceptMode.REJECTION
+
+    @property
+    def _probs_shape(self) -> tuple[int, int, int]:
+        """Of the distributions of a step's blocks: all requests', and one more's for padding."""
+        return self._max_running + 1, self.at.config.block_size, self.at.config.vocab_size
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether recorded steps may draft and verify: under rejection the distributions stay in memory."""
+        return not self._rejects or math.prod(self._probs_shape) * torch.float32.itemsize <= MOST_PROBS
+
+    def room_for_probs(self, count: int) -> Tensor | None:
+        """For what a step's drafted tokens are drawn from [count, G, V]; None where nobody asks."""
+        if not self._rejects:
+            return None
+        if self.probs_NGV is not None:
+            return self.probs_NGV[:count]
+        return torch.zeros(count, *self._probs_shape[1:], device=self._device)
 
     @property
     def num_bytes(self) -> int:
-        """Of the replay buffer."""
-        return 0 if self.replay is None else self.replay.num_bytes
+        """Of the replay buffer, and of the distributions that recorded steps keep."""
+        kept = 0 if self.probs_NGV is None else self.probs_NGV.numel() * self.probs_NGV.element_size()
+        return kept + (0 if self.replay is None else self.replay.num_bytes)
 
     def stats(self) -> Mapping[str, int]:
         """Counts since the start: drafted tokens that were verified, those of them that were accepted, and how many
@@ -124,11 +160,10 @@ class Speculator:
         members = [i for i, most in enumerate(limits_R.tolist()) if most]
         if not members:
             return None
-        size, rejects = self.at.config.block_size, self.at.accept is AcceptMode.REJECTION
+        size = self.at.config.block_size
         tokens_RG = np.zeros((len(requests), size), dtype=np.int64)
         confidence_RG = np.zeros((len(requests), size))
-        vocab = self.at.config.vocab_size
-        probs_RGV = torch.zeros(len(requests), size, vocab, device=self._device) if rejects else None
+        probs_RGV = self.room_for_probs(len(requests))
         for model, group in self.drafts.groups([requests[i].version for i in members]):
             chosen = [members[i] for i in group]
             at_S = put(chosen, self._device)
@@ -156,9 +191,10 @@ class Speculator:
         confidence_RG: NDArray[np.float64], probs_RGV: Tensor | None = None,
     ) -> Proposal | None:  # fmt: skip
         """What is verified of drafted blocks; None: nothing."""
-        rejects = self.at.accept is AcceptMode.REJECTION
-        useful_R = np.minimum(limits_R, up_to_stop(tokens_RG, requests))
+        rejects, all_of_it = self._rejects, self.planner.verifies_all
         # Under rejection no budget may depend on what was drafted; whatever is behind a stop token is never committed.
+        # Else what is accepted before a stop token gives it, as the policy's own token, and it isn't worth its row.
+        useful_R = np.minimum(limits_R, up_to_stop(tokens_RG, requests, with_it=rejects or all_of_it))
         known_R = limits_R if rejects else useful_R
         self.planner.calibration.observe_room(known_R[limits_R > 0])
         verified_R = np.minimum(self.planner.plan(confidence_RG, known_R), useful_R)
@@ -177,7 +213,7 @@ class Speculator:
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
         """Tokens [S, G] and confidences of one block each, on the host."""
         if self.draft_graphs is not None and self.draft_graphs.takes(requests):
-            return self.draft_graphs.draft(requests)
+            return self.draft_graphs.draft(requests, at_S)
         anchors = [r.num_cached for r in requests]
         table_SP = put(memory.page_rows(requests, max(anchors)), self._device)
         context = model.context_in(memory.pool.draft[0], table_SP, on_kernels=self._model.on_kernels)
@@ -265,10 +301,20 @@ class Speculator:
         self.counters["verify_steps"] += 1
         return settled
 
-    def learn(self, requests: Sequence[Request], settled: Sequence[Settled] | None, seconds: float) -> None:
-        """What a step that did nothing but decode `requests` brought; None: nothing was drafted in it."""
+    def learn(self, step: Step, settled: Sequence[Settled] | None, seconds: float) -> None:
+        """What a step brought; None: nothing was drafted in it. One that drafts beside prompts says nothing."""
+        requests, drafted = step.decodes, settled is not None and self._drafts
+        followed = sum(r.followed is True for r in requests)
+        if step.chunks and not drafted:
+            followed += sum(r.followed is True for r, _ in step.chunks)
+            uniform = followed in (0, len(requests) + len(step.chunks))
+            prompts = [(r.history, count) for r, count in step.chunks]
+            self.planner.observe_prompts(
+                prompts, len(requests), seconds, followed=followed > 0 if uniform else None
+            )  # fmt: skip
+        if step.chunks or step.ready or not requests:
+            return
         tokens = [s.count for s in settled] if settled else [1] * len(requests)
-        followed, drafted = sum(r.followed is True for r in requests), settled is not None and self._drafts
         self.planner.observe([r.history for r in requests], tokens, followed, seconds, drafted=drafted)
 
     def ended(self, requests: Sequence[Request], scheduler: Scheduler) -> None:

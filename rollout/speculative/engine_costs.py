@@ -15,7 +15,6 @@ from miles_k3.rollout.embedded.proposal import Proposal
 from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
 from miles_k3.rollout.embedded.scheduler import Step
-from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.planner.calibration import Calibration
 from miles_k3.rollout.speculative.planner.cost import UNPADDED, CostProfile, Tiers, measure_costs
 from miles_k3.types import SamplingParams
@@ -134,12 +133,11 @@ class _Scratch:
 
     def _proposal(self, requests: Sequence[Request], each: int) -> Proposal:
         assert self.speculator.replay is not None
-        size, vocab = self.speculator.at.config.block_size, self.engine.config.vocab_size
+        size = self.speculator.at.config.block_size
         tokens = tuple((0,) * (n - 1) for n in ragged(len(requests), each, self.speculator.at.longest))
-        probs = None
-        if self.speculator.at.accept is AcceptMode.REJECTION:
-            probs = torch.zeros(len(requests), size, vocab, device=self.memory.pool.device)
-            probs[..., 0] = 1.0
+        probs = self.speculator.room_for_probs(len(requests))
+        if probs is not None:
+            probs.zero_()[..., 0] = 1.0
         return Proposal(
             requests=tuple(requests), tokens=tokens, confidence_RG=np.ones((len(requests), size)), probs_RGV=probs,
             useful_R=np.array([len(t) for t in tokens]), drafted=Drafted(tokens=tokens, replay=self.speculator.replay),

@@ -20,15 +20,18 @@ from miles_k3.rollout.speculative.planner.planner import Planner
 from miles_k3.rollout.speculative.planner.simulation import BLOCK, LOADS
 
 FOLLOWING = 0.04  # of a plain step
+READING = 0.1  # of a step that computes prompts
 NOISE = 0.05  # of a step's time, and of a confidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Tokens of each request, and the chance that a drafted one of it is accepted."""
+    """Tokens of each request, and the chance that a drafted one of it is accepted; `prompts`, those of each prompt, are
+    computed all at once, in as many seconds as so many positions take."""
 
     lengths_R: NDArray[np.int64]
     chances_R: NDArray[np.float64]
+    prompts: int = 0
 
 
 def profile_of(milliseconds: Callable[[int], float], block: float, each: float) -> CostProfile:
@@ -60,13 +63,26 @@ class Draining:
         running: list[_Request] = []
         seconds = 0.0
         while running or waiting:
+            came = len(running)
             while waiting and len(running) < self.seats:
-                waiting[0].followed = self.planner.should_follow(min(len(running) + len(waiting), self.seats))
+                load, first = min(len(running) + len(waiting), self.seats), waiting[0]
+                first.followed = self.planner.should_follow(load, first.history)
                 running.append(waiting.pop(0))
+            seconds += self._read(running[came:], came, batch.prompts) if batch.prompts and running[came:] else 0.0
             seconds += self._step(running)
             ended = [(r.history, r.tokens) for r in running if not r.left]
             running = [r for r in running if r.left]
             self.planner.ended(ended, len(running), bool(waiting))
+        return seconds
+
+    def _read(self, came: list[_Request], decodes: int, tokens: int) -> float:
+        followed = sum(r.followed for r in came)
+        seconds = float(self.profile.seconds(len(came), len(came) * tokens)) * (1 + READING * followed / len(came))
+        seconds *= float(np.exp(NOISE * self.rng.standard_normal()))
+        uniform = followed in (0, len(came))
+        self.planner.observe_prompts(
+            [(r.history, tokens) for r in came], decodes, seconds, followed=followed > 0 if uniform else None
+        )
         return seconds
 
     def _step(self, running: list[_Request]) -> float:

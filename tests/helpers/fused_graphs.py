@@ -126,7 +126,7 @@ def fifty_steps(engine: EmbeddedEngine, update: Callable[[int], AdapterUpdate], 
     if trim:
         speculator.planner.mode, speculator.planner.profile = PlanMode.TRIM, FREE
     speculator.wants = lambda requests: True  # type: ignore[method-assign]
-    engine.scheduler._follows = lambda load: True
+    engine.scheduler._follows = lambda *_: True
     for version in range(4):
         engine.load_adapter(update(version))
         engine.load_draft(small_weights(config, version), version)

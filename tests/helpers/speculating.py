@@ -100,7 +100,7 @@ def check_pages(follows: Sequence[bool] = (True,), **options: Any) -> EmbeddedEn
     plain = ask(make_engine(top_k=ALL), prompts, params)
     engine = speculating_engine(book_of(prompts, params, plain), every=4, top_k=ALL, page_size=4, **options)
     turns = itertools.cycle(follows)
-    engine.scheduler._follows = lambda load: next(turns)
+    engine.scheduler._follows = lambda *_: next(turns)
     speculator, step, seen = engine.speculator, engine.runner.step, Counter[bool]()
     assert speculator is not None
 

@@ -81,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prefixes = Prefixes.over(policy, self.memory, min_tokens=3, track_interval=interval)
         self.scheduler = Scheduler(
             self.memory, prefill_chunk_tokens=chunk, prefixes=self.prefixes, reserve_tokens=reserve,
-            follows=lambda load: self.count % 5 > 0,
+            follows=lambda load, _: self.count % 5 > 0,
         )  # fmt: skip
         self.requests: list[Request] = []
         self.flying: list[tuple[Request, int]] = []

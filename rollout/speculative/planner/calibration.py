@@ -19,6 +19,7 @@ from miles_k3.rollout.speculative.planner.isotonic import isotonic
 BINS = 20
 GOOD = 0.9  # acceptance of a position that is hardly known
 PRIOR = 8.0  # what is believed of a bin, or a position, before any observation counts as so many
+ROOM = 2.0  # that there is room for all of a block, as so many blocks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Calibration:
     room_G: NDArray[np.float64] = field(init=False)
     blocks: int = field(init=False, default=0)
     rounds: int = field(init=False, default=0)  # that changed what is believed
-    _fits: list[NDArray[np.float64]] | None = field(init=False, default=None)
+    _fits: dict[int, NDArray[np.float64]] = field(init=False, default_factory=dict)  # by position
 
     def __post_init__(self) -> None:
         self.reached_GE = np.zeros((self.block_size, BINS))
@@ -53,17 +54,19 @@ class Calibration:
         bins_RG = _bins(confidence_RG)
         for k in range(self.block_size):
             reached = (verified_R > k) & (accepted_R >= k)
+            if not reached.any():
+                break  # nor any position behind it
             np.add.at(self.reached_GE[k], bins_RG[reached, k], 1.0)
             np.add.at(self.accepted_GE[k], bins_RG[reached & (accepted_R > k), k], 1.0)
-        self._fits = None
+            self._fits.pop(k, None)
         self.rounds += 1
 
     def __call__(self, confidence_RG: NDArray[np.float64]) -> NDArray[np.float64]:
         """Calibrated acceptance of each position given that all before it are accepted: [R, G] in [0, 1]."""
-        if self._fits is None:
-            self._fits = [self._fit(k) for k in range(self.block_size)]
+        for k in set(range(self.block_size)) - self._fits.keys():
+            self._fits[k] = self._fit(k)
         centres = _centres()
-        columns = [np.interp(confidence_RG[:, k], centres, fit) for k, fit in enumerate(self._fits)]
+        columns = [np.interp(confidence_RG[:, k], centres, self._fits[k]) for k in range(self.block_size)]
         return np.stack(columns, axis=1)
 
     def rates(self) -> NDArray[np.float64]:
@@ -82,7 +85,7 @@ class Calibration:
 
     def room(self) -> NDArray[np.float64]:
         """Share of blocks of which each position could be committed: [G]. Unknown counts as all."""
-        return (self.room_G + PRIOR) / (self.blocks + PRIOR)
+        return (self.room_G + ROOM) / (self.blocks + ROOM)
 
     def _fit(self, k: int) -> NDArray[np.float64]:
         weights = self.reached_GE[k] + PRIOR

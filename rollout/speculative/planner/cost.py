@@ -61,11 +61,15 @@ class Tiers:
     positions: tuple[int, ...] = ()
 
     def load(self, requests: int) -> int:
+        if not self.requests:
+            return requests
         return int(_padded(np.asarray(requests), self.requests))
 
     def padded(self, requests: int, positions_M: ArrayLike) -> NDArray[np.int64]:
         """Where only the anchors are fed, a load is padded as one of requests."""
         x = np.asarray(positions_M, dtype=np.int64)
+        if not (self.requests or self.positions):
+            return x
         return np.where(x > requests, np.maximum(_padded(x, self.positions), self.load(requests)), self.load(requests))
 
 
@@ -73,6 +77,8 @@ UNPADDED = Tiers()
 
 
 def _padded(x: NDArray[np.int64], tiers: tuple[int, ...]) -> NDArray[np.int64]:
+    if not tiers:
+        return x
     at = np.searchsorted(np.array(tiers, dtype=np.int64), x)
     return np.append(np.array(tiers, dtype=np.int64), 0)[at] + np.where(at == len(tiers), x, 0)
 

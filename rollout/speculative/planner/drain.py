@@ -28,7 +28,7 @@ class Costs(NamedTuple):
 
     plain: Callable[[int], float]
     alone: Callable[[int], float]
-    usual: float
+    usual: float  # 0 where nothing was drafted
 
 
 class Worth(NamedTuple):
@@ -81,6 +81,7 @@ class Drain:
     _ended: list[Ended] = field(default_factory=list)
     _refilled: bool = False  # whether others came when some had ended
     _seconds: float = 0.0
+    _reading: float = 0.0  # of them, what prompts would have taken that nobody follows
     _tokens: int = 0  # in them
     _followed: bool = False  # whether a draft followed any of them
     _tries: bool = False  # whether it began at a load of which too little was known, which takes trials
@@ -100,10 +101,19 @@ class Drain:
             history.timed += tokens
             history.passes()
 
+    def read(self, seconds: float, alone: float) -> None:
+        """A step that computed prompts, and what it would have taken without a draft that reads them."""
+        self._seconds += seconds
+        self._reading += alone
+
     def lost(self, load: int) -> bool:
         """Whether batches of about so many clearly took longer for being followed."""
         gains = self._gains.get(about(load))
         return gains is not None and gains.lost
+
+    def drafted(self, requests: Sequence[tuple[History, int]]) -> bool:
+        """Whether anything was drafted for these, or for others that have ended."""
+        return any(h.usual_in_all for h, _ in requests) or any(e.history.usual_in_all for e in self._ended)
 
     def ended(self, requests: Sequence[tuple[History, int]], left: int, waiting: bool, costs: Costs) -> list[Worth]:
         """These ended in one step, with so many tokens each; what is known of accepted tokens' worth now.
@@ -122,7 +132,7 @@ class Drain:
         if left or waiting:
             return []
         found = self.refilled() if self._refilled else self._drained()
-        self._refilled, self._seconds, self._tokens, self._followed = False, 0.0, 0, False
+        self._refilled, self._followed, self._tokens, self._seconds, self._reading = False, False, 0, 0.0, 0.0
         return found
 
     def refilled(self) -> list[Worth]:
@@ -131,19 +141,23 @@ class Drain:
         if not ended:
             return []
         self._refilled = True
-        faster_R = self._ease.of([e.history for e in ended]) * ended[0].costs.usual
+        faster_R = self._ease.of([e.history for e in ended]) * ended[-1].costs.usual
         return [Worth(e.load, e.beside, f / e.load) for e, f in zip(ended, faster_R.tolist(), strict=True) if f]
 
     def _drained(self) -> list[Worth]:
+        if not (self._followed or self.drafted(())):
+            self._ended = []
+            return []
         ended, self._ended = self._ended, []
-        count, costs = len(ended), ended[0].costs
+        count, costs = len(ended), ended[-1].costs
         plain_R1 = np.array([costs.plain(n) for n in range(count + 1)])
         timed_R = np.sort([e.history.timed for e in ended])
         whole = timed_R.sum() == self._tokens  # nobody left in another way
         if self._followed and self._seconds and whole and not self._tries:
             alone_R = plain_R1[1:] * [costs.alone(n) for n in range(1, count + 1)]
             plainly = float((np.diff(timed_R, prepend=0) * alone_R[::-1]).sum())
-            self._gains.setdefault(about(count), Gains.of(count)).found.append(plainly / self._seconds)
+            gain = (plainly + self._reading) / self._seconds
+            self._gains.setdefault(about(count), Gains.of(count)).found.append(gain)
         faster_R = self._ease.of([e.history for e in ended]) * costs.usual
         if not faster_R.any():
             return []

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 TRIALS = 4  # steps of a kind before they count as known
 RECENT = 8  # of each kind are remembered
 MARGIN = 1.03  # drafting has to be better by so much
 RETRY = 0.005  # of the time at a load may be lost by trying again what is worse there
-LIFETIME = 4096  # steps after which what was spent before counts half
 SELDOM, OFTEN = 256, 8  # steps until something is tried again of which nothing is known, and at least
 SMOOTH, ANSWERS = 32, 256  # steps over which a load's saving is taken, and of one request alone so many more
 PROMISED = 8.0  # tokens that promises are believed for
@@ -68,8 +66,9 @@ class Load:
     drafted: Steps = field(default_factory=Steps)
     plain: Steps = field(default_factory=Steps)
     since: int = 0  # steps since the last trial of the worse kind
-    saving: float | None = None
-    smooth: float = SMOOTH  # steps over which it is taken
+    saving: float = 0.0
+    seen: int = 0  # steps in which it was taken
+    smooth: float = SMOOTH  # over how many it is, at most
 
     @classmethod
     def of(cls, followed: int) -> Load:
@@ -87,9 +86,10 @@ class Load:
         return self.drafted.seconds / self.plain.seconds if self.known else 1.0
 
     def saves(self, gain: float) -> None:
-        """What a step of it could be, drafted beside plain."""
-        assert self.saving is not None
-        self.saving += (share_saved(gain) - self.saving) / self.smooth
+        """What a step of it could be, drafted beside plain. The first ones, of which too little was known, are soon
+        forgotten."""
+        self.seen += 1
+        self.saving += (share_saved(gain) - self.saving) * max(1.0 / self.smooth, min(1.0, 2.0 / self.seen))
 
     def again(self, gain: float, longer: float) -> bool:
         """Asked at every step: whether the worse kind should have another trial, for things change. `longer`: a drafted
@@ -102,25 +102,6 @@ class Load:
         if due:
             self.since = 0
         return due
-
-
-@dataclass(slots=True)
-class Spent:
-    """Seconds of decoding by the logarithm of the load, the older ones counting less."""
-
-    by_load: dict[int, float] = field(default_factory=dict)
-    steps: int = 0
-
-    def observe(self, log_load: int, seconds: float) -> None:
-        self.by_load[log_load] = self.by_load.get(log_load, 0.0) + seconds
-        self.steps += 1
-        if self.steps % LIFETIME == 0:
-            self.by_load = {load: time / 2 for load, time in self.by_load.items()}
-
-    def saved(self, saving: Callable[[int], float], up_to: int) -> float:
-        """Share of the time at loads up to this one that drafting would have saved."""
-        times = {load: time for load, time in self.by_load.items() if load <= up_to} or {up_to: 1.0}
-        return sum(time * saving(load) for load, time in times.items()) / sum(times.values())
 
 
 def share_saved(gain: float) -> float:

@@ -24,6 +24,7 @@ class History:
     accepted_in_all: float = 0.0
     usual_in_all: float = 0.0
     timed: int = 0  # tokens of steps whose time is known
+    came: int = -1  # logarithm of the load at which it came; -1: not known
 
     def observe(self, accepted: float, usual: float) -> None:
         """A block of which so many tokens were, or would have been, accepted, and usually are."""

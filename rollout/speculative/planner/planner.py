@@ -17,11 +17,11 @@ from miles_k3.rollout.speculative.planner.calibration import Calibration
 from miles_k3.rollout.speculative.planner.choice import PlanMode, choose, take
 from miles_k3.rollout.speculative.planner.cost import CostProfile
 from miles_k3.rollout.speculative.planner.drain import Costs, Drain, Worth
-from miles_k3.rollout.speculative.planner.experience import MARGIN, Load, Spent, about, share_saved
+from miles_k3.rollout.speculative.planner.experience import MARGIN, Load, about, share_saved
 from miles_k3.rollout.speculative.planner.history import History
+from miles_k3.rollout.speculative.planner.spent import FOLLOWING, Kind, Prompts, Spent, dearer
 
-FOLLOWING = 0.04  # of the time, about, is what following costs on a CPU: the draft's keys and values
-WARM = 64  # blocks before promises are judged: at first they are too high
+WARM = 16  # blocks before promises are judged: at first they are too high
 WAVE = 16  # of so many loads' worth of requests that come there, one is followed all the same
 
 
@@ -51,9 +51,10 @@ class Planner:
         self._loads: dict[tuple[int, int], Load] = {}
         self._plain_of: CostProfile | None = None
         self._plain_s: dict[int, float] = {}  # of `_plain_of`
-        self._spent = Spent()
+        self._spent, self._prompts = Spent(), Prompts()
         self._drain = Drain()
         self._promised: Promise | None = None  # of the step to come
+        self._unseen: dict[int, tuple[object, float]] = {}  # what is promised at loads not seen yet, and knowing what
         self._worth = 1.0  # of an accepted token of that step, beside a plain one
         self._worth_following: dict[int, bool] = {}  # by load, until more is known: hundreds may come at once
         self._unpaid = 0  # requests that came at loads where drafting clearly doesn't pay
@@ -79,15 +80,15 @@ class Planner:
             return nobody  # as many plain steps first
         worth_FG = self._usual(followed)
         some = self._promise_to_the_worthy(requests, worth_FG, load)
-        every = self._promise(requests, worth_FG, np.full(count, True), load)
         gain = self._gain(requests, some, load)
         if count == requests and load.known:
-            load.saving = self._saving(about(requests))
             load.saves(gain)
         pays, again = gain > MARGIN, load.again(gain, some.longer)
         if pays == again:
             return nobody
-        self._promised = every if again else some
+        if again and not some.members_F.all():
+            some = self._promise(requests, worth_FG, np.full(count, True), load)
+        self._promised = some
         self._worth = load.worth.value
         return self._promised.members_F
 
@@ -122,17 +123,19 @@ class Planner:
         tokens = requests + load.worth.value * hits * promise.accepted
         return tokens / requests / (load.slower * promise.longer)
 
-    def should_follow(self, load: int) -> bool:
+    def should_follow(self, load: int, history: History) -> bool:
         """Whether the draft should follow a request that comes when so many run.
 
-        Where drafting saves more of the time at the loads that its answer lives to see than following costs, unless
-        whole batches took longer for it; and a small share of the others, in a row, that tells when this changes.
+        Where drafting saves more of the time at the loads that its answer lives to see than following costs there and
+        in the steps that compute its prompt, unless whole batches took longer for it; and a small share of the others,
+        in a row, that tells when this changes.
         """
         if self.mode is not PlanMode.TRIM or self.profile is None:
             return self.mode is not PlanMode.OFF
+        history.came = about(load)
         self._learn_worth(self._drain.refilled())
         if load not in self._worth_following:
-            pays = self._spent.saved(self._saving, about(load)) > self._following(load)
+            pays = self._spent.saved(history.came, self._saving, self._prompts.dearer) > 0.0
             self._worth_following[load] = pays and not self._drain.lost(load)
         if self._worth_following[load]:
             return True
@@ -140,19 +143,19 @@ class Planner:
         return self._unpaid // load % WAVE == WAVE - 1
 
     def _saving(self, log_load: int) -> float:
-        """Share of the time at a load that drafting saves: of late, or else as is promised for usual requests."""
+        """Share of the time at a load that drafting saves, less what following costs: of late, or else as is promised
+        for usual requests."""
         load, requests = self._loads.get((log_load, log_load)), 1 << log_load
-        if load is not None and load.saving is not None:
-            return load.saving
-        load, usual_FG = load or Load.of(requests), self._usual([History()] * requests)
-        return share_saved(self._gain(requests, self._promise_to_the_worthy(requests, usual_FG, load), load))
-
-    def _following(self, load: int) -> float:
-        """Share of the time that following costs."""
-        followed, alone = self._loads.get((about(load), about(load))), self._loads.get((about(load), -1))
-        if followed is None or alone is None or not (followed.plain.known and alone.plain.known):
-            return FOLLOWING
-        return (FOLLOWING + max(0.0, followed.plain.seconds / alone.plain.seconds - 1.0)) / 2
+        alone = self._loads.get((log_load, -1))
+        following = dearer(load.plain, alone.plain) if load is not None and alone is not None else FOLLOWING
+        if load is not None and load.seen:
+            return load.saving - following
+        load = load or Load.of(requests)
+        known = self.calibration.rounds, load.worth.value, load.hits.value, load.slower
+        if self._unseen.get(log_load, (None, 0.0))[0] != known:
+            promise = self._promise_to_the_worthy(requests, self._usual([History()] * requests), load)
+            self._unseen[log_load] = known, share_saved(self._gain(requests, promise, load))
+        return self._unseen[log_load][1] - following
 
     def _alone(self, load: int) -> float:
         """Seconds of a step that follows nobody, beside the profile's."""
@@ -171,8 +174,8 @@ class Planner:
             return
         requests = len(histories)
         self._worth_following.clear()
-        self._spent.observe(about(requests), seconds)
         plain = self._plain(requests)
+        self._spent.decoded(histories, about(requests), self._alone(requests) * plain * sum(tokens_R) / requests)
         load, promised = self._load(requests, followed), self._promised
         self._drain.observe(histories, tokens_R, seconds, followed=followed > 0, known=load.plain.known)
         if promised is None or not drafted:
@@ -181,6 +184,23 @@ class Planner:
             load.drafted.times.append(seconds / plain / promised.longer)
             if promised.accepted and promised.warm:
                 load.hits.observe(sum(tokens_R) - requests, promised.accepted)
+
+    def observe_prompts(
+        self, prompts: Sequence[tuple[History, int]], decodes: int, seconds: float, *, followed: bool | None
+    ) -> None:
+        """A step that computed so many tokens of each of these prompts, and drafted nothing; `followed` None: the draft
+        follows some of all that is in it."""
+        if self.mode is not PlanMode.TRIM or self.profile is None:
+            return
+        self._worth_following.clear()
+        tokens = sum(count for _, count in prompts)
+        kind = Kind.of(tokens, decodes)
+        if followed is not None:
+            steps = self._prompts.followed if followed else self._prompts.alone
+            steps[kind].times.append(seconds / tokens)
+        alone = seconds if not followed else seconds / (1.0 + self._prompts.dearer(kind))
+        self._spent.read(prompts, kind, alone)
+        self._drain.read(seconds, alone)
 
     def judged(
         self, histories: Sequence[History], confidence_RG: NDArray[np.float64], useful_R: NDArray[np.int64],
@@ -212,7 +232,7 @@ class Planner:
         """
         if self.mode is not PlanMode.TRIM or self.profile is None or not requests:
             return
-        usual = float(self._usual([History()]).sum())
+        usual = float(self._usual([History()]).sum()) if self._drain.drafted(requests) else 0.0
         self._learn_worth(self._drain.ended(requests, left, waiting, Costs(self._plain, self._alone, usual)))
 
     def _learn_worth(self, found: Sequence[Worth]) -> None:

@@ -12,6 +12,7 @@ from helpers.allocations import allocations
 from miles_k3.assemble import DTYPES, Model, make_embedded_engine
 from miles_k3.config import Recipe
 from miles_k3.cotraining import DraftFollower
+from miles_k3.k3.draft_config import DraftConfig
 from miles_k3.k3.weights import load_base
 from miles_k3.plan.engine import EngineBytes
 from miles_k3.plan.phases import rank_facts
@@ -62,6 +63,15 @@ def test_an_engine_takes_that_much_more_for_a_draft(overrides: tuple[str, ...]) 
     measured = kept_by_engine(*overrides, *ON) - kept_by_engine(*plain)
     more = with_draft.draft + with_draft.replay + with_draft.kv - without.kv
     assert more == pytest.approx(measured, rel=TENTH)
+
+
+def test_rejection_keeps_what_tokens_were_drawn_from() -> None:
+    coupled, rejection = (
+        planned(load_recipe("tiny-cpu", [*ON, f"rollout.speculative.accept={rule}"]).recipe).replay
+        for rule in ("coupled", "rejection")
+    )
+    draft, requests = DraftConfig.from_folder(DRAFT), load_recipe("tiny-cpu", ON).recipe.rollout.max_running
+    assert rejection - coupled == (requests + 1) * draft.block_size * draft.vocab_size * 4
 
 
 def test_a_sleeping_engine_keeps_the_weights_of_its_draft_alone() -> None:

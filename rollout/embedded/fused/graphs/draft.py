@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from miles_k3.rollout.embedded.fused.graphs.context import draft_blocks
+from miles_k3.rollout.embedded.fused.graphs.context import DraftProbs, draft_blocks
 from miles_k3.rollout.embedded.fused.graphs.inputs import Fetched, Field, StaticInputs, tiers_of
 from miles_k3.rollout.embedded.fused.graphs.members import (
     GraphParts,
@@ -26,7 +26,6 @@ from miles_k3.rollout.embedded.fused.graphs.members import (
 )
 from miles_k3.rollout.embedded.fused.graphs.recording import Recorded
 from miles_k3.rollout.embedded.request import Request
-from miles_k3.rollout.speculative.acceptance import AcceptMode
 
 
 class DraftResults(NamedTuple):
@@ -35,8 +34,9 @@ class DraftResults(NamedTuple):
     numbers_2RG: Tensor
 
 
-def draft_fields(tier: int, max_pages: int, padding_page: int) -> dict[str, Field]:
+def draft_fields(tier: int, max_pages: int, padding_page: int, nobody: int) -> dict[str, Field]:
     return {
+        "places": Field((tier,), torch.int64, nobody),
         **request_fields(tier),
         "anchors": Field((tier,), torch.int64),
         "contexts": Field((tier,), torch.int64),
@@ -57,18 +57,20 @@ class DraftGraphs:
         self._inputs.clear()
 
     def takes(self, requests: Sequence[Request]) -> bool:
-        """Whether one replay drafts for these; not where the drafted tokens' distributions are wanted too."""
+        """Whether one replay drafts for these."""
         speculator = self._parts.speculator
-        coupled = speculator is not None and speculator.at.accept is AcceptMode.COUPLED
-        return coupled and 0 < len(requests) <= self._tiers[-1] and replayable(requests)
+        if speculator is None or not speculator.is_recordable:
+            return False
+        return 0 < len(requests) <= self._tiers[-1] and replayable(requests)
 
-    def draft(self, requests: Sequence[Request]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Tokens [R, G] and confidences of one block each, on the host, when it has them. Inside `forward`."""
+    def draft(self, requests: Sequence[Request], at_R: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Tokens [R, G] and confidences of one block each, on the host, when it has them. `at_R`: the requests' places
+        in the step, for their distributions under rejection. Inside `forward`."""
         p, members = self._parts, Members.of(self._parts, requests)
         tier = next(t for t in self._tiers if t >= len(requests))
         pages = page_tier(p, max(r.num_cached for r in requests))
         if tier not in self._inputs:
-            fields = draft_fields(tier, p.max_pages, p.padding_page)
+            fields = draft_fields(tier, p.max_pages, p.padding_page, p.max_running)
             self._inputs[tier] = StaticInputs(fields, p.memory.pool.device)
         inputs, key = self._inputs[tier], (tier, pages, members.drafts)
         if key not in self._recorded:
@@ -81,6 +83,7 @@ class DraftGraphs:
             "contexts": contexts,
             "table": p.memory.page_rows(requests, max(1, int(contexts.max()))).numpy(),
         })  # fmt: skip
+        inputs.on_device["places"][: len(requests)].copy_(at_R)
         self._recorded[key].replay()
         numbers_2RG = Fetched.of(self._recorded[key].left.numbers_2RG).wait()
         tokens_RG, confidence_RG = numbers_2RG[:, : len(requests)]
@@ -88,5 +91,9 @@ class DraftGraphs:
 
     def _step(self, at: dict[str, Tensor], pages: int, members: Members) -> DraftResults:
         p = self._parts
-        tokens_RG, confidence_RG = draft_blocks(p.memory.pool, members.drafts, at, pages, on_kernels=p.model.on_kernels)
+        assert p.speculator is not None
+        probs = DraftProbs.of(p.speculator, at["places"])
+        tokens_RG, confidence_RG = draft_blocks(
+            p.memory.pool, members.drafts, at, pages, probs, on_kernels=p.model.on_kernels
+        )
         return DraftResults(torch.stack([tokens_RG.double(), confidence_RG.double()]))

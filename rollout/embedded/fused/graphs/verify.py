@@ -26,7 +26,7 @@ from miles_k3.k3.ops.packed import Packed
 from miles_k3.rollout.cache.device import put
 from miles_k3.rollout.cache.memory import BlockPool
 from miles_k3.rollout.embedded.batch import StepBatch, VerifyRows
-from miles_k3.rollout.embedded.fused.graphs.context import draft_blocks, write_context_
+from miles_k3.rollout.embedded.fused.graphs.context import DraftProbs, draft_blocks, write_context_
 from miles_k3.rollout.embedded.fused.graphs.inputs import Fetched, Field, StaticInputs, Values, tiers_of
 from miles_k3.rollout.embedded.fused.graphs.members import (
     GraphParts,
@@ -41,7 +41,7 @@ from miles_k3.rollout.embedded.fused.graphs.recording import Recorded
 from miles_k3.rollout.embedded.lora import StepAdapters
 from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.embedded.speculation import Speculator
-from miles_k3.rollout.speculative.acceptance import AcceptMode, judge, kept_positions
+from miles_k3.rollout.speculative.acceptance import judge, kept_positions
 
 STOPS = 8  # stop tokens of a request that its graph compares with
 
@@ -129,9 +129,8 @@ class VerifyGraphs:
 
     @property
     def takes_any(self) -> bool:
-        """Not under rejection: the draft's distributions, a row of the vocabulary for each drafted token, would have to
-        stay in every tier's memory."""
-        return self._speculator.at.accept is AcceptMode.COUPLED
+        """Under rejection where the draft's distributions, a row of the vocabulary for each token of a block, fit."""
+        return self._speculator.is_recordable
 
     def takes(self, requests: Sequence[Request]) -> bool:
         """Whether a verify of these can be one replay."""
@@ -196,9 +195,10 @@ class VerifyGraphs:
         assert replay is not None  # awake
         packed = Packed(at["cu"], at["rows"], at["cols"], shape.requests + 1, shape.rows)
         drafted_BG, confidence_BG = at["drafted"], at["drafted"].double()
+        probs = DraftProbs.of(self._speculator, torch.arange(shape.requests + 1, device=pool.device))
         if shape.pages:
             drafted_BG, confidence_BG = draft_blocks(
-                pool, members.drafts, at, shape.pages, on_kernels=p.model.on_kernels
+                pool, members.drafts, at, shape.pages, probs, on_kernels=p.model.on_kernels
             )
         before_T = drafted_BG[packed.rows_T, (packed.cols_T - 1).clamp(min=0)]
         batch = StepBatch(
@@ -216,8 +216,12 @@ class VerifyGraphs:
         x_TH = p.model.final(residual, taps=taps)
         draft_T, positions_T = at["drafts"][packed.rows_T], at["seen"].long() - 1
         write_context_(pool, members.drafts, draft_T, taps.rows_TW, positions_T, at["writes"], padding)
-        behind_T = drafted_BG[packed.rows_T, packed.cols_T.clamp(max=self._block - 1)]
-        judged = judge(p.model.head(x_TH), behind_T, packed, sampling_of(at), at["positions"])
+        cols_T = packed.cols_T.clamp(max=self._block - 1)
+        judged = judge(
+            p.model.head(x_TH), drafted_BG[packed.rows_T, cols_T], packed, sampling_of(at), at["positions"],
+            mode=self._speculator.at.accept,
+            draft_probs_TV=None if probs is None else probs.buffer_NGV[packed.rows_T, cols_T],
+        )  # fmt: skip
         kept_B = kept_positions(judged, packed, at["stops"])
         now_B = torch.where(at["late"] != 0, 0, kept_B)
         replay.fold_rows_(pool.states, pool.windows, at["states"], at["cu"][:-1], now_B)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from helpers.speculating import ALL, PARAMS, PROMPTS, assert_same, book_of, chec
 from miles_k3.errors import EngineError
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.prefix import Prefixes
-from miles_k3.rollout.embedded.scheduler import Scheduler
+from miles_k3.rollout.embedded.runner import InFlight
+from miles_k3.rollout.embedded.scheduler import Scheduler, Step
 from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.rollout.embedded.taps import Taps
 from miles_k3.rollout.speculative.planner.choice import PlanMode
@@ -30,7 +32,7 @@ PRESSED = {"prefix_cache": "radix", "reserve_tokens": 0, "num_pages": 15, "max_r
 def following(follows: Sequence[bool], **options: Any) -> EmbeddedEngine:
     """An engine with a random draft, which follows requests in turn as is said."""
     engine, turns = speculating_engine(None, top_k=ALL, **options), iter(follows)
-    engine.scheduler._follows = lambda load: next(turns)
+    engine.scheduler._follows = lambda *_: next(turns)
     return engine
 
 
@@ -82,6 +84,34 @@ def test_a_step_that_follows_nobody_taps_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Taps, "empty", None)
     assert_same(engine, ask(engine, PROMPTS, PARAMS), expected)
     assert engine.stats()["verify_steps"] == 0
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_steps_that_compute_prompts_are_timed(follows: bool) -> None:
+    """Whoever is followed in them; those of both kinds say nothing of either."""
+    engine, found = following([follows] * 99, prefill_chunk_tokens=64), []
+    assert engine.speculator is not None
+    planner = engine.speculator.planner
+    planner.observe_prompts = lambda *args, **how: found.append((*args, how["followed"]))  # type: ignore[method-assign]
+    ticks = itertools.count()
+    engine.runner.clock = lambda: next(ticks)
+    ask(engine, PROMPTS, [replace(p, max_new_tokens=1) for p in PARAMS])
+    assert sum(count for prompts, *_ in found for _, count in prompts) == sum(map(len, PROMPTS))
+    assert len(found) > 2
+    assert all(seconds > 0 for _, _, seconds, _ in found)
+    assert {followed for *_, followed in found} == {follows}
+
+
+def test_with_kernels_that_run_on_the_clock_is_the_step_befores() -> None:
+    engine = following(KINDS, overlap=True)
+    runner, step, before = engine.runner, Step(), Step()
+    assert runner._timed(step, drafts=False) is step
+    runner.device = torch.device("cuda")
+    assert runner._timed(step, drafts=False) is None
+    nothing = torch.zeros(0)
+    runner._in_flight = InFlight(step=before, requests=(), tokens_B=nothing, drawn_3B=nothing, event=None)
+    assert runner._timed(step, drafts=False) is before
+    assert runner._timed(step, drafts=True) is step
 
 
 @pytest.mark.parametrize("gains", [True, False])

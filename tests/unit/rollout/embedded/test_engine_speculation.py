@@ -25,6 +25,7 @@ from miles_k3.rollout.speculative import acceptance
 from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.engine_costs import measure_engine
 from miles_k3.rollout.speculative.planner.choice import PlanMode
+from miles_k3.rollout.speculative.planner.cost import CostProfile
 from miles_k3.rollout.speculative.replay import ReplayBuffer
 from miles_k3.types import Completion, FinishReason, SamplingParams
 
@@ -148,19 +149,25 @@ def test_stop_tokens_cut_inside_a_block(expected: list[Completion], overlap: boo
     assert engine.stats()["cached_prompt_tokens"] > 0
 
 
+@pytest.mark.parametrize("mode", [PlanMode.VERIFY_ALL, PlanMode.TRIM])
 @pytest.mark.parametrize("accept", AcceptMode)
-def test_nothing_is_verified_behind_a_drafted_stop_token(accept: AcceptMode) -> None:
-    """A draft that knows everything proposes the end as well; blocks reach up to it."""
+def test_nothing_is_verified_behind_a_drafted_stop_token(accept: AcceptMode, mode: PlanMode) -> None:
+    """A draft that knows everything proposes the end as well; blocks reach up to it. Coupled trimming leaves it to the
+    policy, whose own token it is behind the accepted ones; under rejection it can't: what p has more than q would be
+    drawn too often."""
     greedy = [replace(p, temperature=0.0) for p in PARAMS]
     plain = ask(make_engine(top_k=ALL), PROMPTS, greedy)
     stops = [replace(s, stop_token_ids=(a.token_ids[3],)) for s, a in zip(greedy, plain, strict=True)]
     book = {(tuple(p), s, -1): a.token_ids for p, s, a in zip(PROMPTS, stops, plain, strict=True)}
-    engine = speculating_engine(book, every=10**6, top_k=ALL, how={"accept": accept})
+    free = CostProfile.of([(1, 1, 1.0), (1, 6, 1.0)])
+    how = {"accept": accept, "mode": mode, "profile": free if mode is PlanMode.TRIM else None}
+    engine = speculating_engine(book, every=10**6, top_k=ALL, how=how)
     answers = ask(engine, PROMPTS, stops)
     wanted = [a.token_ids[: a.token_ids.index(a.token_ids[3]) + 1] for a in plain]
     assert tokens_of(answers) == wanted
     stats = engine.stats()
-    assert stats["drafted_tokens"] == stats["accepted_tokens"] == sum(len(w) - 1 for w in wanted)
+    own = 1 + (mode is PlanMode.TRIM and accept is AcceptMode.COUPLED)  # the prompt's, and the stop token
+    assert stats["drafted_tokens"] == stats["accepted_tokens"] == sum(max(0, len(w) - own) for w in wanted)
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

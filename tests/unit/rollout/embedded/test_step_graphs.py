@@ -103,7 +103,7 @@ def test_states_and_pages_are_those_of_ordinary_steps(expected: list[Completion]
     one, other = traced(plain), traced(recording(recorded))
     for engine in (plain, recorded):  # two requests that no draft follows
         turns = iter([True, True, False, True, True, True, False, True, True])
-        engine.scheduler._follows = lambda _, turns=turns: next(turns)
+        engine.scheduler._follows = lambda *_, turns=turns: next(turns)
     answers = [ask(engine, PROMPTS[:9], PARAMS[:9]) for engine in (plain, recorded)]
     assert [(a.token_ids, a.logprobs) for a in answers[0]] == [(a.token_ids, a.logprobs) for a in answers[1]]
     assert len(one) == len(other)

@@ -119,10 +119,10 @@ LOST = 0.04  # of plain decoding's rate, and of verifying all's, at most, once l
 LOST_TO_ALL = 0.1
 
 
-def check(profile, lengths: str, chances: str, requests: int, *, learning: int, rounds: int) -> None:
+def check(profile, lengths: str, chances: str, requests: int, *, learning: int, rounds: int, prompts: int = 0) -> None:
     def draw(rng: np.random.Generator) -> Batch:
         lengths_R = LENGTHS[lengths](rng, requests)
-        return Batch(lengths_R=lengths_R, chances_R=CHANCES[chances](rng, lengths_R))
+        return Batch(lengths_R=lengths_R, chances_R=CHANCES[chances](rng, lengths_R), prompts=prompts)
 
     found = beside_off(profile, draw, learning=learning, rounds=rounds)
     assert found[PlanMode.TRIM] > 1.0 - LOST, found
@@ -141,6 +141,12 @@ def test_batches_that_drain_lose_nothing(profile, lengths: str, chances: str, re
     check(profile, lengths, chances, requests, learning=8, rounds=16)
 
 
+@pytest.mark.parametrize(("chances", "requests"), [("good", 1), ("good", 8), ("two kinds", 8)])
+def test_short_answers_behind_long_prompts_lose_nothing(chances: str, requests: int) -> None:
+    many = 64 // requests
+    check(CPU, "short", chances, requests, learning=4 * many, rounds=4 * many, prompts=60)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("requests", [8, 64, 256])
@@ -149,3 +155,13 @@ def test_batches_that_drain_lose_nothing(profile, lengths: str, chances: str, re
 def test_no_batch_loses(profile, requests: int, chances: str, lengths: str) -> None:
     many = 64 // requests + 1
     check(profile, lengths, chances, requests, learning=8 * many, rounds=16 * many)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize("chances", CHANCES)
+@pytest.mark.parametrize("lengths", ["short", "uniform"])
+def test_no_small_batch_with_prompts_loses(profile, requests: int, chances: str, lengths: str) -> None:
+    many = 24 // requests
+    check(profile, lengths, chances, requests, learning=8 * many, rounds=16 * many, prompts=30)

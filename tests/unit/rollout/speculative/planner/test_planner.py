@@ -14,6 +14,7 @@ from miles_k3.rollout.speculative.planner.cost import CostProfile
 from miles_k3.rollout.speculative.planner.experience import RETRY, SELDOM, TRIALS, Steps
 from miles_k3.rollout.speculative.planner.history import History
 from miles_k3.rollout.speculative.planner.planner import WAVE, Planner
+from miles_k3.rollout.speculative.planner.spent import Kind
 
 PROFILE = CostProfile.of([(8, 8, 1.0), (8, 64, 1.5), (64, 64, 1.0), (64, 512, 1.5)], {8: 0.2, 64: 0.2})
 
@@ -26,9 +27,15 @@ def trimming(mode: PlanMode = PlanMode.TRIM, accept: AcceptMode = AcceptMode.COU
     return Planner(mode, accept, calibration, PROFILE)
 
 
-def go(planner: Planner, steps: int, gain: float, requests: int = 64, followed: int | None = None) -> list[int]:
+def follows_at(planner: Planner, load: int) -> bool:
+    return planner.should_follow(load, History())
+
+
+def go(
+    planner: Planner, steps: int, gain: float, requests: int = 64, followed: int | None = None, came: int = -1
+) -> list[int]:
     """Steps in which drafting gives `gain` times the tokens in half of a second more; those that drafted."""
-    histories, drafting = [History() for _ in range(requests)], []
+    histories, drafting = [History(came=came) for _ in range(requests)], []
     followed = requests if followed is None else followed
     for i in range(steps):
         drafted = bool(planner.members(requests, histories[:followed]).any())
@@ -84,13 +91,13 @@ def test_what_is_expected_to_lose_is_tried_seldom() -> None:
     planner = trimming()
     planner.calibration.observe(np.ones((20000, 7)), np.full(20000, 7), np.zeros(20000, dtype=np.int64))
     assert go(planner, 3 * SELDOM, gain=0.8) == [SELDOM - 1, 2 * SELDOM - 1, 3 * SELDOM - 1]
-    assert not planner.should_follow(64)
+    assert not follows_at(planner, 64)
 
 
 def test_a_few_followed_among_many_say_nothing_of_all() -> None:
     planner = trimming()
     go(planner, 20, gain=0.8, requests=64, followed=3)
-    assert planner.should_follow(64)
+    assert follows_at(planner, 64)
     assert drafts(planner, 64)
     assert not drafts(planner, 64, 0)
     assert not drafts(planner, 64, 3)
@@ -129,16 +136,16 @@ def test_tokens_that_were_not_verified_count_as_expected_but_under_rejection() -
 def test_requests_are_followed_where_it_pays() -> None:
     """Before anything is known; where drafting pays; elsewhere a share, as many in a row as run there."""
     planner = trimming()
-    assert all(planner.should_follow(64) for _ in range(200))
+    assert all(follows_at(planner, 64) for _ in range(200))
     go(planner, 40, gain=4 / 3, requests=8)
     go(planner, 1500, gain=0.8, requests=64)
-    assert planner.should_follow(8)
-    found = [planner.should_follow(64) for _ in range(2 * WAVE * 64)]
+    assert follows_at(planner, 8)
+    found = [follows_at(planner, 64) for _ in range(2 * WAVE * 64)]
     assert sum(found) == 2 * 64
     assert sum(a != b for a, b in itertools.pairwise(found)) <= 4
     assert not found[0]
     go(planner, 1500, gain=1.5)
-    assert planner.should_follow(64)
+    assert follows_at(planner, 64)
 
 
 @pytest.mark.parametrize(("tail", "follows"), [(400, True), (20, False)])
@@ -146,9 +153,24 @@ def test_they_are_followed_for_the_sake_of_a_long_tail(tail: int, follows: bool)
     """A half of the time at a load where drafting gains a third saves an eighth; a twentieth of it hardly anything."""
     planner = trimming()
     go(planner, 400, gain=0.5)
-    go(planner, tail, gain=4 / 3, requests=8)
-    assert planner.should_follow(64) is follows
-    assert planner.should_follow(8)
+    go(planner, tail, gain=4 / 3, requests=8, came=6)
+    assert follows_at(planner, 64) is follows
+    assert follows_at(planner, 8)
+
+
+@pytest.mark.parametrize(("dearer", "follows"), [(1.02, True), (1.6, False)])
+def test_what_following_costs_prompts_counts(dearer: float, follows: bool) -> None:
+    """Short answers behind long prompts: what drafting saves of the former is less than what the draft reads."""
+    planner = trimming()
+    go(planner, 40, gain=4 / 3, requests=8, came=3)
+    prompts = [(History(came=3), 10)] * 8
+    for _ in range(TRIALS):
+        for followed in (True, False):
+            planner.observe_prompts(prompts, 0, 10.0 * (dearer if followed else 1.0), followed=followed)
+    assert follows_at(planner, 8) is follows
+    planner.observe_prompts(prompts, 0, 1e9, followed=None)  # of whom both come from
+    assert planner._prompts.dearer(Kind.of(80, 0)) == pytest.approx((0.04 + dearer - 1) / 2)
+    assert follows_at(planner, 64)
 
 
 @pytest.mark.parametrize("slower", [False, True])
@@ -157,13 +179,13 @@ def test_batches_that_took_longer_are_followed_no_more(slower: bool) -> None:
     planner = trimming()
     go(planner, 8, gain=1.0, followed=0)
     go(planner, 40, gain=2.0)  # its steps look fine
-    assert planner.should_follow(64)
+    assert follows_at(planner, 64)
     for _ in range(4):
         histories = [History() for _ in range(64)]
         planner.observe(histories, [1] * 64, 64, 1.0, drafted=False)
         planner.observe(histories, [1] * 64, 64, 1.5 if slower else 0.9, drafted=False)
         planner.ended([(h, 2) for h in histories], 0, waiting=False)
-    assert planner.should_follow(64) is not slower
+    assert follows_at(planner, 64) is not slower
 
 
 @pytest.mark.parametrize("mode", [PlanMode.OFF, PlanMode.VERIFY_ALL])
@@ -171,4 +193,4 @@ def test_other_modes_learn_nothing(mode: PlanMode) -> None:
     planner = trimming(mode)
     on = mode is PlanMode.VERIFY_ALL
     assert len(go(planner, 100, gain=0.5)) == 100 * on
-    assert planner.should_follow(64) is on
+    assert follows_at(planner, 64) is on
