@@ -30,7 +30,7 @@ from miles_k3.yaml_text import Document, dump, escape_interpolation, map_texts, 
 RECIPES_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 # Keys that name something to read, and what stands before the path.
 INPUT_PATHS = {"model.path": "", "model.tokenizer": "", "lora.init_from": "", "task.name": "jsonl:",
-               "task.params.eval_path": "",
+               "task.params.eval_path": "", "rollout.sglang.draft": "",
                "rollout.speculative.draft": "", "rollout.speculative.costs": ""}  # fmt: skip
 COMMAND_LINE = "--set"
 DEFAULT = "default"
