@@ -14,7 +14,7 @@ from miles_k3.parallel import data_parallel_size, layout_problems, planned_world
 from miles_k3.plan.planner import Machine, checkpoint_bytes, on_cuda, plan, this_machine
 from miles_k3.plan.report import gb, listed
 from miles_k3.tokenizer import PROBE, read_tokenizer, render_probe
-from miles_k3.world import ALONE, World
+from miles_k3.world import ALONE, TORCHRUN, World
 
 if TYPE_CHECKING:
     from miles_k3.k3.config import K3Config
@@ -34,8 +34,7 @@ def check_recipe(recipe: Recipe, world: World = ALONE) -> list[Finding]:
     config = _check_model(found, recipe)
     assumed = world.size == 1
     if assumed:
-        ranks = planned_world(recipe)
-        world = World(size=ranks, local_size=recipe.cluster.ranks_per_node or _ranks_here(recipe, ranks))
+        world = _assumed_world(recipe)
     if config is not None:
         _check_layout(found, recipe, config, world, assumed=assumed)
     tokenizer = _check_tokenizer(found, recipe, config)
@@ -92,8 +91,18 @@ def _check_layout(found: Findings, recipe: Recipe, config: K3Config, world: Worl
             "layout",
             True,
             f"{sizes}, dp {dp} on {world.size} ranks ({which}): start with "
-            f"{train_command('RECIPE', world.size, world.local_size)}",
+            f"{train_command('RECIPE', world.size, world.local_size, world.launcher)}",
         )
+
+
+def _assumed_world(recipe: Recipe) -> World:
+    """The ranks that the recipe asks for, started by what can start its engines: those over several ranks need Ray."""
+    ranks = planned_world(recipe)
+    spans = ranks > 1 and recipe.rollout.engine == "sglang" and recipe.rollout.engine_tp > 1
+    return World(
+        size=ranks, local_size=recipe.cluster.ranks_per_node or _ranks_here(recipe, ranks),
+        launcher="ray" if spans else TORCHRUN,
+    )  # fmt: skip
 
 
 def _ranks_here(recipe: Recipe, ranks: int) -> int:
@@ -175,21 +184,23 @@ def _check_task(found: Findings, recipe: Recipe, tokenizer: Any) -> None:
 def _check_reward(found: Findings, recipe: Recipe, task: GradedTask, prompts: list[Prompt]) -> None:
     from miles_k3.rollout.tasks.rewards import RewardPool
 
-    prompt = next((p for p in prompts if p.answer), None)
+    prompt = next((p for p in prompts if p.answer), prompts[0])
+    answer, named = prompt.answer, repr(prompt.answer)
+    if recipe.task.scorer == "length":  # the answer column says how long an answer is to be
+        answer, named = "x" * int(prompt.answer), f"of {prompt.answer} characters"
     with RewardPool(task, 1, recipe.task.reward_timeout_s) as pool:
 
         async def ask() -> tuple[Any, Any]:
-            asked = prompt or prompts[0]
-            return await pool.grade(asked, asked.answer), await pool.grade(asked, "")
+            return await pool.grade(prompt, answer), await pool.grade(prompt, "")
 
         right, empty = asyncio.run(ask())
     if failure := right.failure or empty.failure:
         found.add("reward", False, f"grading failed: {failure}; see the task's scorer and task.reward_timeout_s")
-    elif prompt is None:
+    elif not prompt.answer:
         found.add("reward", True, f"an empty answer gets {empty.reward:g}; the task gives no right answer to try")
     else:
         ok = right.reward >= 1.0 and empty.reward < right.reward
-        text = f"the right answer {prompt.answer!r} gets {right.reward:g}, an empty one {empty.reward:g}"
+        text = f"the right answer {named} gets {right.reward:g}, an empty one {empty.reward:g}"
         found.add(
             "reward", ok, text if ok else f"{text}; expected 1 and less: check the task's answers and task.scorer"
         )

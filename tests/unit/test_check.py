@@ -21,6 +21,7 @@ from miles_k3.k3.params import iter_params
 from miles_k3.k3.safetensors_io import TORCH_DTYPE, write_checkpoint
 from miles_k3.plan import planner
 from miles_k3.recipe import load_recipe
+from miles_k3.rollout.sglang.span import span_problems
 from miles_k3.rollout.tasks import rewards
 from miles_k3.types import Grade
 from miles_k3.world import ALONE, World
@@ -224,6 +225,24 @@ def test_the_right_answer_must_earn_it_all_and_an_empty_one_less(
     monkeypatch.setattr(rewards, "RewardPool", lambda *_: InstantGrades(right, empty))
     verdict = next(finding for finding in check_recipe(recipe_for(model)) if finding.name == "reward")
     assert verdict.ok is ok, verdict
+
+
+def test_where_length_is_graded_the_right_answer_is_one_of_that_length(model: Path) -> None:
+    recipe = recipe_for(model, "eval.prompts=0", "task.params={}", "task.scorer=length")
+    (model.parent / "data.jsonl").write_text('{"prompt": "Write 8 characters.", "answer": "8"}\n')
+    verdict = next(f for f in check_recipe(recipe) if f.name == "reward")
+    assert verdict.ok, verdict
+    assert verdict.text == "the right answer of 8 characters gets 1, an empty one 0"
+
+
+def test_engines_over_several_ranks_are_checked_as_launch_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def span_only(recipe: Recipe, _config: K3Config, world: World) -> list[str]:
+        return list(span_problems(recipe, ranks=world.size, per_node=world.local_size, launcher=world.launcher))
+
+    monkeypatch.setattr("miles_k3.launch.launch_problems", span_only)
+    told = [f for f in check_recipe(load_recipe("k3-16xgb300").recipe) if f.name == "layout"]
+    assert [f.ok for f in told] == [True], told
+    assert told[0].text.endswith("start with miles-k3 launch RECIPE")
 
 
 def test_findings_are_one_line_each_or_a_table(tmp_path: Path) -> None:
