@@ -83,6 +83,7 @@ def test_a_new_draft_fits_its_target(name: str) -> None:
     target = K3Config.from_folder(ASSETS / name)
     config = drafting.new_draft_config(target)
     config.refuse_target(target, name)
+    assert config.num_target_layers == target.num_hidden_layers
     if name == "kimi-k3":
         assert sum(p.num_params for p in draft_params(config)) == 2_249_289_601
 

@@ -83,6 +83,16 @@ def test_what_is_not_supported_is_refused(changes: dict[str, Any], said: str) ->
     assert all(line.startswith("there/config.json: ") for line in str(error.value).splitlines())
 
 
+def test_how_many_layers_the_target_has_is_said_where_it_is_known() -> None:
+    assert DraftConfig.from_json(RADIXARK).num_target_layers == 93
+    assert "num_target_layers" not in small_config().to_json()
+    new = small_config(num_target_layers=8)
+    assert new.to_json()["num_target_layers"] == 8
+    assert DraftConfig.from_json(new.to_json()) == new
+    with pytest.raises(CheckpointError, match="num_target_layers is 0; expected a whole number from 1"):
+        DraftConfig.from_json({**RADIXARK, "num_target_layers": 0})
+
+
 def test_another_targets_draft_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"hidden_size is 96.*\n.*target_layer_ids has 9"):
         small_config(hidden_size=96, target_layer_ids=(1, 9)).refuse_target(tiny_config(hidden_size=128), "draft")
