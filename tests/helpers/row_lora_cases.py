@@ -6,6 +6,7 @@ Prints case -> largest difference, relative to the largest value. Everything in 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from miles_k3.rollout.sglang.hooks.row_lora import MAX_TOKENS, RowHooks, row_hooks
 
-TOKENS, K, SLOTS, EXPERTS, LATENT, WIDTH = 5, 3, 3, 4, 70, 128
+K, SLOTS, EXPERTS, LATENT, WIDTH = 3, 3, 4, 70, 128
+MIXED = (1, 0, 2, -1, 1)  # who uses which slot: 0 is the base's and holds zeros, -1 is nobody's
+VERIFIED = (2, 2, 2, 1, 1, 1)  # two requests with three rows each
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -21,8 +24,8 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE)
 
 
-def info(rank: int) -> SimpleNamespace:
-    """A layer's slots, and who uses which: slot 0 is the base's and holds zeros, -1 is nobody's."""
+def info(rank: int, users: Sequence[int] = MIXED) -> SimpleNamespace:
+    """A layer's slots, and the one of each token."""
     slots = SimpleNamespace(
         gate_up_lora_a_weights=draw(SLOTS, 1, 2 * rank, LATENT),
         gate_up_lora_b_weights=draw(SLOTS, EXPERTS, 2 * WIDTH, rank),
@@ -30,23 +33,23 @@ def info(rank: int) -> SimpleNamespace:
     )  # fmt: skip
     for factor in vars(slots).values():
         factor[0] = 0
-    slots.token_lora_mapping = torch.tensor([1, 0, 2, -1, 1], dtype=torch.int32, device=DEVICE)
+    slots.token_lora_mapping = torch.tensor(users, dtype=torch.int32, device=DEVICE)
     return slots
 
 
-def differences(rank: int, *, remote_experts: bool = False) -> tuple[float, float]:
+def differences(rank: int, *, users: Sequence[int] = MIXED, remote_experts: bool = False) -> tuple[float, float]:
     """Of gate and up, and of what comes down."""
     torch.manual_seed(0)
-    slots = info(rank)
-    hooks = row_hooks(slots, TOKENS)
+    slots, tokens = info(rank, users), len(users)
+    hooks = row_hooks(slots, tokens)
     assert isinstance(hooks, RowHooks)
-    chosen = torch.stack([torch.randperm(EXPERTS)[:K] for _ in range(TOKENS)]).to(DEVICE, torch.int32)
+    chosen = torch.stack([torch.randperm(EXPERTS)[:K] for _ in range(tokens)]).to(DEVICE, torch.int32)
     if remote_experts:  # of other expert-parallel ranks
         chosen[:, 1] = -1
-    weights, z, rows = torch.rand(TOKENS, K, device=DEVICE), draw(TOKENS, LATENT), draw(TOKENS * K, WIDTH)
-    gate_up, down = draw(TOKENS, K, 2 * WIDTH), draw(TOKENS, K, LATENT)
+    weights, z, rows = torch.rand(tokens, K, device=DEVICE), draw(tokens, LATENT), draw(tokens * K, WIDTH)
+    gate_up, down = draw(tokens, K, 2 * WIDTH), draw(tokens, K, LATENT)
     expected_up, expected_down = gate_up.clone(), down.sum(1)
-    for t in range(TOKENS):
+    for t in range(tokens):
         slot = int(slots.token_lora_mapping[t])
         for j in range(K):
             expert = int(chosen[t, j])
@@ -68,6 +71,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 def main() -> None:
     found = {f"rank {rank}": differences(rank) for rank in (3, 16)}
+    found["a verify"] = differences(4, users=VERIFIED)
     found["experts elsewhere"] = differences(3, remote_experts=True)
     many = row_hooks(info(4), MAX_TOKENS + 1) is None
     print(json.dumps({"differences": found, "many tokens are SGLang's affair": many}))
