@@ -142,13 +142,19 @@ def test_the_drafts_context_is_in_the_pages(cache: str, follows: tuple[bool, ...
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", [
     lambda e: scenarios.test_stop_tokens_cut_inside_a_block(e, True),
-    lambda _: scenarios.test_nothing_is_verified_behind_a_drafted_stop_token(AcceptMode.COUPLED),
+    lambda _: [
+        scenarios.test_nothing_is_verified_behind_a_drafted_stop_token(AcceptMode.COUPLED, mode)
+        for mode in (PlanMode.VERIFY_ALL, PlanMode.TRIM)
+    ],
     scenarios.test_stop_strings_and_streams,
     scenarios.test_aborts_from_callbacks,
     lambda _: scenarios.check_swaps(),
     lambda _: scenarios.test_groups_fork_and_routes_are_whole(),
     lambda e: scenarios.test_a_random_draft(e, AcceptMode.COUPLED),
-], ids=["stop tokens", "nothing behind them", "stop strings", "aborts", "swaps", "groups", "random draft"])  # fmt: skip
+    lambda e: scenarios.test_a_random_draft(e, AcceptMode.REJECTION),
+], ids=[
+    "stop tokens", "nothing behind them", "stop strings", "aborts", "swaps", "groups", "random draft", "rejection",
+])  # fmt: skip
 def test_scenarios(expected: list[Completion], scenario: Any) -> None:
     scenario(expected)
 

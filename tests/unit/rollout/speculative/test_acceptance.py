@@ -160,6 +160,16 @@ def test_answers_follow_the_policy(mode: AcceptMode, params: SamplingParams, dra
     assert chi_square(counts, chains.joint()) < 4.5
 
 
+@pytest.mark.parametrize("verified", [1, 2])
+def test_the_policys_own_token_behind_a_whole_block(verified: int) -> None:
+    """Is nobody's redraw: of blocks that are cut it comes within the three tokens."""
+    chains = Chains.draw(5, PARAMS[0])
+    counts = joint_counts(
+        chains, AcceptMode.REJECTION, COUNT, drawn=True, lengths_of=lambda fed: torch.full((len(fed),), verified)
+    )
+    assert chi_square(counts, chains.joint()) < 4.5
+
+
 def test_a_shift_of_two_percent_is_seen() -> None:
     """The test's own power: answers of a policy of which 2 % of each row's mass stands elsewhere."""
     chains = Chains.draw(5, PARAMS[0])
