@@ -166,17 +166,17 @@ class DraftModel:
     ) -> DraftedBlocks:
         """One block for each sequence. `choose(logits [S, V], k)` gives token k of each; None takes the likeliest."""
         hidden_SGH = self.hidden(anchor_tokens_S.unsqueeze(1), anchors_S.unsqueeze(1), context).squeeze(1)
-        plain_SGV = self.head(hidden_SGH)
-        previous_S, tokens, logits, confidences = anchor_tokens_S, [], [], []
+        logits_SGV = self.head(hidden_SGH)  # without what the tokens before add: 1.2 GB at 256 requests of K3
+        previous_S, tokens, confidences = anchor_tokens_S, [], []
         for k in range(self.config.block_size):
-            logits_SV = plain_SGV[:, k] + self.bias(previous_S)
+            logits_SV = logits_SGV[:, k] + self.bias(previous_S)
+            logits_SGV[:, k] = logits_SV
             if self.config.use_confidence_head:
                 confidences.append(self.confidence_logits(hidden_SGH[:, k], previous_S).sigmoid())
             previous_S = logits_SV.argmax(-1) if choose is None else choose(logits_SV, k)
             tokens.append(previous_S)
-            logits.append(logits_SV)
         return DraftedBlocks(
-            tokens_SG=torch.stack(tokens, dim=1), logits_SGV=torch.stack(logits, dim=1),
+            tokens_SG=torch.stack(tokens, dim=1), logits_SGV=logits_SGV,
             confidence_SG=torch.stack(confidences, dim=1) if confidences else None,
         )  # fmt: skip
 
