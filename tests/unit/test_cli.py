@@ -41,7 +41,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> list:
 
     def run_training(recipe, run, *, resume):
         calls.append((recipe, run, resume))
-        return SimpleNamespace(adapter=run.adapter, stopped_by=STOPPED.get(recipe.run.name))
+        return SimpleNamespace(adapter=run.adapter, plots=[], stopped_by=STOPPED.get(recipe.run.name))
 
     module.run_training = run_training  # type: ignore[attr-defined]
     module.run_eval = lambda recipe, adapter, world: calls.append((recipe, adapter)) or RESULT  # type: ignore[attr-defined]
