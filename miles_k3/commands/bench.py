@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -62,7 +62,8 @@ def bench_attention(tokens: Tokens = None, out: Out = Path("runs/bench")) -> Non
 
 
 Folder = Annotated[Path, typer.Option("--model", help="Folder with a config.json: weights of its widths are drawn.")]
-Device = Annotated[str, typer.Option("--device", help="cuda, or cpu for a small model.")]
+DeviceName = Literal["cuda", "cpu"]
+Device = Annotated[DeviceName, typer.Option("--device", help="cpu is for a small model.")]
 Batch = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests; may be repeated.")]
 Context = Annotated[int, typer.Option("--context", min=1, help="Tokens of each prompt.")]
 K3_LAYERS = Path("assets/k3-4layer")
@@ -107,7 +108,7 @@ def bench_swap(model: Folder = K3_LAYERS, device: Device = "cuda", out: Out = Pa
 
 
 def _engine_bench(
-    name: EngineBench, model: Path, batches: list[int], context: int, device: str, out: Path
+    name: EngineBench, model: Path, batches: list[int], context: int, device: DeviceName, out: Path
 ) -> None:  # fmt: skip
     from miles_k3.bench import engine_steps
 

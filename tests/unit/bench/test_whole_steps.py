@@ -46,6 +46,12 @@ def test_engine_rows(arguments: list[str], rows: list[str], tmp_path: Path) -> N
     assert all(row["ms"] > 0 for row in found if row["kernel"] != "swap, what decode loses")
 
 
+def test_a_device_of_another_name_is_refused() -> None:
+    result = CliRunner().invoke(app, ["bench", "decode", "--device", "gpu", "--model", str(TINY)])
+    assert result.exit_code == 2, result.exception
+    assert "gpu" in result.output
+
+
 def test_requests_of_one_prompt_share_their_experts() -> None:
     config = K3Config.from_folder(TINY)
     made = bench_engine(random_base(config, dtype=torch.float32), max_running=4, context=8, new_tokens=64)
