@@ -113,6 +113,11 @@ def sglang_problems(recipe: Recipe, config: K3Config) -> list[str]:
 
 def _model_problems(c: K3Config, recipe: Recipe) -> Iterator[str]:
     other = "or set rollout.engine: embedded"
+    if recipe.model.weights == "random":
+        yield (
+            "model.weights is random, which the trainer draws for itself, but SGLang reads model.path; point that at a "
+            f"checkpoint and set model.weights: checkpoint, {other}"
+        )
     if c.hidden_size % _HIDDEN_BLOCK:
         yield (
             f"the model's hidden_size is {c.hidden_size}; SGLang's attention-residual kernel computes multiples of "

@@ -68,6 +68,7 @@ def test_off_means_off() -> None:
         ([], {"kv_lora_rank": 256}, "caches 320 numbers a token"),
         ([], {"routed_expert_hidden_size": 3456}, "routed_expert_hidden_size is 3456"),
         (["model.dtype=float32"], {}, "model.dtype is float32"),
+        (["model.weights=random"], {}, "model.weights is random.*SGLang reads model.path"),
         ([], {"mla_latent_norm_eps": 1e-6}, "mla_latent_norm_eps is 1e-06"),
         (["rollout.sglang.ep=32"], {}, r"rollout.sglang.ep 32 doesn't divide rollout.engine_tp 16"),
         (["rollout.engine_tp=64", "rollout.sglang.ep=64"], {"kda_num_heads": 64},
