@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from miles_k3.k3.config import K3Config
 from miles_k3.k3.random_weights import random_base
 from miles_k3.k3.weights import ResidentBase, load_base
 from miles_k3.launch import pick_device, pick_threads, refuse_launch
+from miles_k3.plan.report import gb
 from miles_k3.protocols import Engine, Trainer
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.proposal import Speculative
@@ -27,6 +30,8 @@ from miles_k3.speculating import measure_if_asked, speculative_of
 from miles_k3.tokenizer import load_tokenizer
 from miles_k3.types import AdapterConfig
 from miles_k3.world import ALONE, World
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -122,10 +127,13 @@ def _load(
 def _load_model(recipe: Recipe, config: K3Config, tokenizer: Any, world: World) -> Model:
     dtype, device = DTYPES[recipe.model.dtype], pick_device(recipe.model.device, world.local_rank)
     if recipe.model.weights == "random":
+        log.info("drawing random weights for %s", recipe.model.path)
         base = random_base(
             config, dtype=dtype, device=device, base_dtype=recipe.model.base_dtype, seed=recipe.run.seed
         )  # fmt: skip
     else:
+        size = sum(file.stat().st_size for file in Path(recipe.model.path).glob("*.safetensors"))
+        log.info("loading %s, %s", recipe.model.path, gb(size))
         base = load_base(recipe.model.path, config, dtype=dtype, device=device, base_dtype=recipe.model.base_dtype)
     return Model(config=config, base=base, tokenizer=tokenizer)
 

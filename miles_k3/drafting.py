@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ from miles_k3.rollout.tasks.registry import GradedTask, make_task
 from miles_k3.run_folder import RunFolder
 from miles_k3.types import Completion, FinishReason, SamplingParams
 from miles_k3.world import ALONE
+
+log = logging.getLogger(__name__)
 
 SETTINGS, SAMPLES, ACCEPTANCE = "settings.json", "samples.jsonl", "acceptance.json"
 LOG_EVERY = 10
@@ -153,6 +156,7 @@ class _Drafting:
             rows = self._sample(self.task.next(self.plan.num_prompts))
             write_text(path, "".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in rows))
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        log.info("computing the states of %d answers", len(rows))
         sequences = [(*row["prompt"], *row["answer"]) for row in rows]
         states = target_states(self.engine, sequences, self.trainer.model.config.target_layer_ids)
         return [
@@ -174,6 +178,7 @@ class _Drafting:
                 for i, prompt in enumerate(prompts) for j in range(self.plan.group_size)
             ))  # fmt: skip
 
+        log.info("sampling %d answers to %d prompts", len(prompts) * self.plan.group_size, len(prompts))
         asked = [list(prompt.token_ids) for prompt in prompts for _ in range(self.plan.group_size)]
         answers = asyncio.run(all_of_them())
         if failed := [a.error for a in answers if a.finish_reason is FinishReason.ERROR]:
@@ -182,6 +187,7 @@ class _Drafting:
 
     def _measure(self, place: Path) -> dict[str, Any]:
         """Of the draft as it was written, BF16 rounding included."""
+        log.info("measuring what is accepted, on %d held-out prompts", self.plan.eval_prompts)
         config, weights = read_draft(place, self.engine.config, torch.float32)
         target = self.engine.runner.model.weights
         device = target.embed.device
@@ -227,8 +233,7 @@ def _take(out: Path, settings: dict[str, Any], resume: bool) -> FolderLock:
     try:
         if resume:
             known = json.loads(stored.read_text(encoding="utf-8"))
-            if differ := sorted(k for k in known.keys() | settings.keys() if known.get(k) != settings.get(k)):
-                said = "; ".join(f"{k}: {known.get(k)} there, {settings.get(k)} now" for k in differ)
+            if said := "; ".join(_differences(known, settings)):
                 raise ConfigError(f"{out} was begun with other settings ({said}); give the same, or another --out")
         else:
             write_text(stored, json.dumps(settings, indent=1) + "\n")
@@ -236,3 +241,13 @@ def _take(out: Path, settings: dict[str, Any], resume: bool) -> FolderLock:
         lock.release()
         raise
     return lock
+
+
+def _differences(known: dict[str, Any], now: dict[str, Any], place: str = "") -> Iterator[str]:
+    """A phrase for each setting that isn't the same, sections' by their dotted names."""
+    for key in sorted(known.keys() | now.keys()):
+        there, here = known.get(key), now.get(key)
+        if isinstance(there, dict) and isinstance(here, dict):
+            yield from _differences(there, here, f"{place}{key}.")
+        elif there != here:
+            yield f"{place}{key}: {there} there, {here} now"

@@ -26,6 +26,7 @@ from miles_k3.rollout.tasks.registry import make_task
 from miles_k3.world import ALONE
 
 ASSETS = Path(__file__).parents[2] / "assets"
+SPEAKERS = ("miles_k3.assemble", "miles_k3.drafting")
 
 
 def train(out: Path, *more: str) -> Any:
@@ -35,11 +36,16 @@ def train(out: Path, *more: str) -> Any:
     )
 
 
-def test_a_killed_training_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_training_goes_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     said = train(whole)
     assert said.exit_code == 0
     assert "greedy, past the end" in said.stdout
+    spoken = [record.getMessage() for record in caplog.records if record.name in SPEAKERS]
+    assert [line.split()[0] for line in spoken] == ["loading", "sampling", "computing", "measuring"]
     step = DraftTrainer.step
 
     def dies(self: DraftTrainer, examples: Any) -> dict[str, float]:
@@ -72,7 +78,7 @@ def drafting_run(out: Path) -> None:
 def refused_resumes(out: Path) -> None:
     with pytest.raises(ConfigError, match="is there already; go on with it by --resume"):
         train(out)
-    with pytest.raises(ConfigError, match=r"other settings \(training: .*'lr': 0\.002.*'lr': 0\.1"):
+    with pytest.raises(ConfigError, match=r"other settings \(training\.lr: 0\.002 there, 0\.1 now\)"):
         train(out, "--resume", "--lr", "0.1")
     with pytest.raises(ConfigError, match="no training of a draft to go on with"):
         train(out.with_name("nothing"), "--resume")
