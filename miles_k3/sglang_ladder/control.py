@@ -41,12 +41,12 @@ class Timing:
 # imports; the rest is counted from the requests, not measured. Kernels: with a kept cache; nvcc took 246 s of a core.
 TIMINGS: Mapping[str, Timing] = {
     "kernels": Timing(expected_s=20, limit_s=480),
-    "golden": Timing(expected_s=180, limit_s=270, instead="golden-eager"),
-    "wide-lora": Timing(expected_s=160, limit_s=360, instead="wide-lora-blocks"),
-    "wide-base": Timing(expected_s=110, limit_s=240),
-    "rl": Timing(expected_s=180, limit_s=420, needs=(*_SGLANG, *_TRAINER)),
+    "golden": Timing(expected_s=100, limit_s=270, instead="golden-eager"),
+    "wide-lora": Timing(expected_s=150, limit_s=360, instead="wide-lora-blocks"),
+    "wide-base": Timing(expected_s=90, limit_s=240),
+    "rl": Timing(expected_s=120, limit_s=420, needs=(*_SGLANG, *_TRAINER)),
     "dspark": Timing(expected_s=230, limit_s=480, instead="dspark-eager"),
-    "golden-eager": Timing(expected_s=130, limit_s=240),
+    "golden-eager": Timing(expected_s=70, limit_s=240),
     "wide-lora-blocks": Timing(expected_s=130, limit_s=300),
     "dspark-eager": Timing(expected_s=130, limit_s=300),
 }
