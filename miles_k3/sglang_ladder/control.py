@@ -37,8 +37,8 @@ class Timing:
     instead: str | None = None
 
 
-# In the order of what a short lease should know first. Expected: a start of 41 to 68 s (measured), a cold machine's
-# imports; the rest is counted from the requests, not measured. Kernels: with a kept cache; nvcc took 246 s of a core.
+# In the order of what a short lease should know first. Expected: what each took on an H200 with kept caches (nvcc's
+# alone take 246 s of a core otherwise), and a quarter to a half more; the drafts' are added up from starts.
 TIMINGS: Mapping[str, Timing] = {
     "kernels": Timing(expected_s=20, limit_s=480),
     "golden": Timing(expected_s=100, limit_s=270, instead="golden-eager"),
