@@ -177,7 +177,7 @@ def bench_cache(
     model: Annotated[
         Path | None, typer.Option("--model", metavar="FOLDER", help="Its config.json; without it, Kimi K3's.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="For cache.json and cache.png.")] = Path(),
+    out: Out = Path("runs/bench"),
 ) -> None:
     """Replay traces of reinforcement learning against the prefix cache's policies, with a real model's byte sizes."""
     from miles_k3.bench import cache

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from miles_k3.bench import cache as bench
+from miles_k3.cli import app
 from miles_k3.errors import ConfigError
 from miles_k3.k3.config import K3Config
 from miles_k3.rollout.cache.contract import TOKEN_BYTES, num_tokens
@@ -78,3 +80,11 @@ def test_the_table_and_the_files(tmp_path: Path) -> None:
 def test_an_unknown_trace_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown trace grpoo; known are grpo"):
         bench.bench_cache(published(), ["grpoo"], requests=1, tp=8, budget_gib=1.0)
+
+
+def test_the_command_writes_where_every_bench_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["bench", "cache", "--trace", "grpo", "--requests", "20"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert sorted(path.name for path in (tmp_path / "runs" / "bench").iterdir()) == ["cache.json", "cache.png"]
