@@ -325,7 +325,11 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+# What takes the machine half a minute to come upon; test_engine_speculation.py has a quick test of it.
+RARE = ("drafts go past the answer's end",)
+
+
+@pytest.mark.parametrize("mistake", [pytest.param(m, marks=pytest.mark.slow if m in RARE else ()) for m in MISTAKES])
 def test_the_machine_sees_planted_mistakes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, edit = MISTAKES[mistake]
     monkeypatch.setattr(owner, name, mutate(getattr(owner, name), edit))

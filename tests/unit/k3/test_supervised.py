@@ -25,7 +25,7 @@ def test_pairs_are_padded_on_the_right_and_only_answers_count() -> None:
 @pytest.fixture(scope="module")
 def trained() -> tuple[K3Config, dict[str, Tensor], dict[str, Tensor], list[float]]:
     """(config, masters before, masters after, losses) of four steps on one batch."""
-    config, losses = tiny_config(), []
+    config, losses = tiny_config(num_hidden_layers=4, mla_layers=(2,)), []
     masters = init_weights(config, 0, CPU)
     before = {name: t.clone() for name, t in masters.items()}
     batch = padded([([3, 4, 5], [6, 7, 2]), ([8, 9], [10, 2])], 0, CPU)

@@ -74,6 +74,13 @@ def test_whatever_the_draft_knows(expected: list[Completion], every: int) -> Non
     assert set(kept) == {1: {1}, 2: {1, 2}, 1000: {1, 2, 3, 4, 5, 6}}[every]
 
 
+def test_no_more_is_drafted_than_an_answer_may_still_have() -> None:
+    """Of three tokens the prompt gives one and each verify one: a single one is left for the draft."""
+    engine = speculating_engine(every=1000)
+    ask(engine, PROMPTS[:5], SamplingParams(max_new_tokens=3, temperature=0.0))
+    assert engine.stats()["drafted_tokens"] == 5
+
+
 @pytest.mark.parametrize("accept", AcceptMode)
 def test_a_random_draft(expected: list[Completion], accept: AcceptMode) -> None:
     """The model itself, not a script: under rejection sampled answers are others, greedy ones are not."""
