@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from miles_k3.bench import speculation
 from miles_k3.cli import app
 from miles_k3.rollout.speculative.planner.cost import CostProfile
 
@@ -29,3 +30,24 @@ def test_modes_side_by_side(known: str, tmp_path: Path) -> None:
     assert accepted == ([0.0, 0.0] if known == "0.0" else [7.0, 7.0])
     assert [c.requests for c in CostProfile.load(tmp_path / "costs.json").curves] == [1, 3]
     assert "| 3 | trim |" in result.output
+
+
+@pytest.mark.slow
+def test_an_end_at_the_next_batch_leaves_the_last_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = speculation._rates
+
+    def ends(engines, prompts, plan):
+        if len(prompts) == 2:
+            raise MemoryError("out of memory at batch 2")
+        return rates(engines, prompts, plan)
+
+    monkeypatch.setattr(speculation, "_rates", ends)
+    arguments = [
+        "bench", "speculative", "tiny-cpu", "--random-weights", "--random-draft", "--batch", "1", "--batch", "2",
+        "--tokens", "5", "--rounds", "1", "--out", str(tmp_path),
+    ]  # fmt: skip
+    with pytest.raises(MemoryError):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    found = json.loads((tmp_path / "speculative.json").read_text())["rates"]
+    assert [r["batch"] for r in found] == [1, 1, 1]
+    assert [c.requests for c in CostProfile.load(tmp_path / "costs.json").curves] == [1, 2]
