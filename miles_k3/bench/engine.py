@@ -82,18 +82,18 @@ def bench_engine(base: ResidentBase, *, max_running: int, context: int, new_toke
     )  # fmt: skip
 
 
-def random_update(engine: EmbeddedEngine, version: int = 0) -> AdapterUpdate:
+def random_update(engine: EmbeddedEngine, config: AdapterConfig = CONFIG, version: int = 0) -> AdapterUpdate:
     """A whole adapter on the engine's device."""
     device = engine.pool.device
     generator = torch.Generator(device).manual_seed(version)
-    layout = adapter_layout(engine.config, CONFIG)
+    layout = adapter_layout(engine.config, config)
     tensors = {
         name: torch.randn(t.shape, generator=generator, device=device).mul_(0.02).to(torch.bfloat16)
         for name, t in layout.items()
     }
     for gate, up in gate_up_pairs(layout):
         tensors[up] = tensors[gate]
-    return make_update(version, CONFIG, tensors)
+    return make_update(version, config, tensors)
 
 
 def decoding(engine: EmbeddedEngine, count: int, context: int, *, same: bool = False) -> list[Request]:
@@ -245,13 +245,13 @@ def bench_swap(base: ResidentBase, ceilings: Ceilings, batch: int = 8, swaps: in
     shape = f"{num_bytes / 1e9:.3f} GB, rank {CONFIG.rank}"
     idle, stalls, usual = [], [], []
     for version in range(1, swaps + 1):
-        idle += wall_ms(partial(engine.load_adapter, random_update(engine, version)), 1)
+        idle += wall_ms(partial(engine.load_adapter, random_update(engine, version=version)), 1)
     yield Row(
         kernel="swap, idle device", shape=shape, ms=statistics.median(idle), floor_ms=floor,
-        peer="its copies alone", peer_ms=_copies_ms(engine, random_update(engine, swaps)),
+        peer="its copies alone", peer_ms=_copies_ms(engine, random_update(engine, version=swaps)),
     )  # fmt: skip
     for version in range(swaps + 1, 2 * swaps + 1):
-        update = random_update(engine, version)
+        update = random_update(engine, version=version)
         requests = decoding(engine, batch, 256)  # of the version before: their slot is free again when they have ended
         usual.append(step_ms(engine, 8))
         engine.runner.step()

@@ -21,7 +21,16 @@ import numpy as np
 from miles_k3.adapters.peft_io import load_peft
 from miles_k3.adapters.transport import publish
 from miles_k3.adapters.update import make_update
-from miles_k3.assemble import DTYPES, Model, load_model, longest_sequence, make_embedded_engine, model_config
+from miles_k3.assemble import (
+    DTYPES,
+    Model,
+    adapter_config,
+    load_model,
+    longest_sequence,
+    make_embedded_engine,
+    model_config,
+)
+from miles_k3.bench.engine import random_update
 from miles_k3.config import Recipe
 from miles_k3.drafting import new_draft_config
 from miles_k3.errors import ConfigError
@@ -93,10 +102,11 @@ def bench_modes(
     engines = {mode: _engine(recipe, model, plan, speculative, mode) for mode in MODES}
     for engine in engines.values():
         engine.runner.clock = plan.clock
-    if adapter is not None:
-        config, tensors = load_peft(adapter, model.config)
-        for engine in engines.values():
-            publish(make_update(0, config, tensors), engine)
+    for engine in engines.values():
+        if plan.random_weights:
+            engine.load_adapter(random_update(engine, adapter_config(recipe)))
+        elif adapter is not None:
+            publish(make_update(0, *load_peft(adapter, model.config)), engine)
     prompts = _prompts(recipe, model, max(plan.batches), plan)
     profile = measure_engine(engines[PlanMode.TRIM], loads=list(plan.batches))
     engines[PlanMode.TRIM].speculator.planner.profile = profile  # type: ignore[union-attr]
@@ -161,7 +171,8 @@ def _round(
 
 def _warm_up(engines: dict[PlanMode, EmbeddedEngine], prompts: Sequence[Sequence[int]], plan: BenchPlan) -> None:
     """Rounds that don't count, until one records nothing: graphs are recorded at their first use."""
-    for turn in range(-1, -1 - WARM_UPS, -1):
+    first = plan.learning + plan.rounds  # of turns that are nobody else's
+    for turn in range(first, first + WARM_UPS):
         before = _num_recorded(engines)
         _round(engines, prompts, plan, turn)
         if _num_recorded(engines) == before:
@@ -184,7 +195,7 @@ def _ask(
             SamplingParams(
                 temperature=plan.temperature,
                 max_new_tokens=plan.new_tokens,
-                seed=1000 * (turn + 1) + i,
+                seed=1000 * turn + i,
                 stop_token_ids=stop,
             )
             for i in range(len(prompts))

@@ -51,3 +51,16 @@ def test_an_end_at_the_next_batch_leaves_the_last_ones(tmp_path: Path, monkeypat
     found = json.loads((tmp_path / "speculative.json").read_text())["rates"]
     assert [r["batch"] for r in found] == [1, 1, 1]
     assert [c.requests for c in CostProfile.load(tmp_path / "costs.json").curves] == [1, 2]
+
+
+def test_warm_ups_draw_with_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as graphs are recorded, and none that a round that counts draws with again, nor below zero."""
+    plan = speculation.BenchPlan(
+        batches=[2], new_tokens=4, rounds=3, known=0.8, random_draft=True, random_weights=True, temperature=1.0,
+        past_stop=False, learning=2,
+    )  # fmt: skip
+    turns, recorded = [], iter([0, 4, 4, 6, 6, 6])
+    monkeypatch.setattr(speculation, "_round", lambda engines, prompts, plan, turn: turns.append(turn))
+    monkeypatch.setattr(speculation, "_num_recorded", lambda engines: next(recorded))
+    speculation._warm_up({}, [[1], [2]], plan)
+    assert turns == [5, 6, 7]
