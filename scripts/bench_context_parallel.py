@@ -119,7 +119,7 @@ def gather_ms(state: Tensor, ranks: Ranks, repeats: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, default=Path("assets/kimi-k3/config.json"))
+    parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "assets/kimi-k3/config.json")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1 << 15, 1 << 17, 1 << 19])
     parser.add_argument("--heads", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=5)

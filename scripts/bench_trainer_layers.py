@@ -259,7 +259,7 @@ def kernels(side: Ours, k3: K3Config, tokens: int) -> dict[str, list[Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, default=Path("assets/kimi-k3/config.json"))
+    parser.add_argument("--config", type=Path, default=Path(__file__).parents[1] / "assets/kimi-k3/config.json")
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 32768])
     parser.add_argument("--experts", type=int, default=112)
     parser.add_argument("--kernels", nargs="+", choices=["fla", "torch"], default=["fla"])

@@ -61,13 +61,19 @@ def bench_attention(tokens: Tokens = None, out: Out = Path("runs/bench")) -> Non
     _bench("attention", tokens, out)
 
 
-Folder = Annotated[Path, typer.Option("--model", help="Folder with a config.json: weights of its widths are drawn.")]
+Folder = Annotated[
+    Path,
+    typer.Option(
+        "--model", metavar="FOLDER", show_default="the shipped k3-4layer",
+        help="Folder with a config.json: weights of its widths are drawn.",
+    ),
+]  # fmt: skip
 DeviceName = Literal["cuda", "cpu"]
 Device = Annotated[DeviceName, typer.Option("--device", help="cpu is for a small model.")]
 Batch = Annotated[list[int] | None, typer.Option("--batch", min=1, help="Requests; may be repeated.")]
 Context = Annotated[int, typer.Option("--context", min=1, help="Tokens of each prompt.")]
-K3_LAYERS = Path("assets/k3-4layer")
-
+ASSETS = Path(__file__).resolve().parents[2] / "assets"  # beside the package, as recipes are
+K3_LAYERS = ASSETS / "k3-4layer"
 
 DECODE_STEPS: dict[EngineBench, str] = {
     "decode": "Decode steps of the engine with and without LoRA, random weights, beside the bytes' floor.",
@@ -183,7 +189,7 @@ def bench_cache(
     from miles_k3.bench import cache
     from miles_k3.k3.config import K3Config
 
-    config = K3Config.from_folder(model or Path(__file__).parents[2] / "assets" / "kimi-k3")
+    config = K3Config.from_folder(model or ASSETS / "kimi-k3")
     rows = cache.bench_cache(
         config, trace or list(cache.TRACES), requests=requests, tp=tp, budget_gib=budget,
         told=lambda row: typer.echo(f"{row['trace']}, {row['policy']}: {row['seconds']:.1f} s", err=True),

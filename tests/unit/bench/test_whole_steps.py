@@ -15,6 +15,7 @@ from miles_k3.adapters.layout import adapter_layout
 from miles_k3.bench import engine_steps, training
 from miles_k3.bench.engine import CONFIG, Work, bench_engine, decode_step, decoding, end
 from miles_k3.cli import app
+from miles_k3.commands import bench
 from miles_k3.errors import LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.naive import NaiveK3
@@ -44,6 +45,20 @@ def test_engine_rows(arguments: list[str], rows: list[str], tmp_path: Path) -> N
     assert [row["kernel"] for row in found] == rows
     assert all(row["floor_ms"] > 0 and math.isfinite(row["ms"]) for row in found)
     assert all(row["ms"] > 0 for row in found if row["kernel"] != "swap, what decode loses")
+
+
+@pytest.mark.parametrize(("asked", "taken"), [([], "assets/k3-4layer"), (["--model", "mine"], "mine")])
+def test_the_shipped_model_is_found_from_any_folder(
+    asked: list[str], taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = []
+    monkeypatch.setattr(engine_steps, "run", lambda name, model, *rest, **options: given.append(model) or (None, []))
+    monkeypatch.setattr(bench, "_told", lambda *row: None)
+    for name in ("decode", "prefill", "swap"):
+        assert CliRunner().invoke(app, ["bench", name, *asked], catch_exceptions=False).exit_code == 0
+    assert given == [Path(taken) if asked else TINY.parents[1] / taken] * 3
+    assert asked or (given[0] / "config.json").is_file()
 
 
 def test_a_device_of_another_name_is_refused() -> None:
