@@ -74,11 +74,11 @@ def _check_model(found: Findings, recipe: Recipe) -> K3Config | None:
 
 
 def _check_layout(found: Findings, recipe: Recipe, config: K3Config, world: World, *, assumed: bool) -> None:
-    from miles_k3.launch import launch_problems, train_command
+    from miles_k3.launch import named_launch_problems, train_command
 
-    problems = launch_problems(recipe, config, world)
-    for problem in problems:
-        found.add("layout", False, problem)
+    problems = list(named_launch_problems(recipe, config, world))
+    for name, problem in problems:
+        found.add(name, False, problem)
     if not problems:
         p = recipe.trainer.parallel
         sizes = ", ".join(f"{name} {getattr(p, name)}" for name in ("tp", "pp", "vpp", "cp", "ep"))

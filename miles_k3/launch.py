@@ -12,7 +12,7 @@ from miles_k3.config import Recipe
 from miles_k3.errors import ConfigError, LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.parallel import layout_problems
-from miles_k3.rollout.sglang.arguments import sglang_problems
+from miles_k3.rollout.sglang.arguments import named_problems
 from miles_k3.rollout.sglang.span import span_problems
 from miles_k3.rollout.sglang.versions import installed_version, version_problem
 from miles_k3.world import TORCHRUN, World
@@ -30,16 +30,22 @@ def refuse_launch(recipe: Recipe, config: K3Config, world: World, *, training: b
 def launch_problems(recipe: Recipe, config: K3Config, world: World, training: bool = True) -> list[str]:
     """Why this process can't run its part, one sentence each. Without `training`, what only a trainer needs is left
     out."""
-    problems = list(_device_problems(recipe, world))
+    return [text for _, text in named_launch_problems(recipe, config, world, training)]
+
+
+def named_launch_problems(
+    recipe: Recipe, config: K3Config, world: World, training: bool = True
+) -> Iterator[tuple[str, str]]:
+    """The same, each behind the name of what it is about."""
+    yield from (("device", text) for text in _device_problems(recipe, world))
     if recipe.rollout.engine == "sglang":
-        problems += _sglang_problems(recipe, config, world)
+        yield from _sglang_problems(recipe, config, world)
     if training:
-        problems += _cluster_problems(recipe, world)
-        problems += layout_problems(config, recipe.trainer, world.size)
-        problems += _kernel_problems(recipe)
+        yield from (("layout", text) for text in _cluster_problems(recipe, world))
+        yield from (("layout", text) for text in layout_problems(config, recipe.trainer, world.size))
+        yield from (("kernels", text) for text in _kernel_problems(recipe))
         if recipe.algorithm.routing_replay and not config.moe_layers:
-            problems.append("algorithm.routing_replay is true but the model has no MoE layer; set it to false")
-    return problems
+            yield "routing", "algorithm.routing_replay is true but the model has no MoE layer; set it to false"
 
 
 def refuse_other_engine(recipe: Recipe, command: str, why: str) -> None:
@@ -111,16 +117,15 @@ def _device_problems(recipe: Recipe, world: World) -> Iterator[str]:
         )
 
 
-def _sglang_problems(recipe: Recipe, config: K3Config, world: World) -> Iterator[str]:
-    yield from sglang_problems(recipe, config)
+def _sglang_problems(recipe: Recipe, config: K3Config, world: World) -> Iterator[tuple[str, str]]:
+    yield from named_problems(recipe, config)
     if problem := version_problem(installed_version()):
-        yield problem
+        yield "sglang version", problem
     if not torch.cuda.is_available():
-        yield "rollout.engine is sglang, but this machine has no CUDA device; set rollout.engine: embedded"
-    yield from span_problems(
-        recipe, ranks=world.size, per_node=recipe.cluster.ranks_per_node or world.local_size,
-        launcher=world.launcher,
-    )  # fmt: skip
+        yield "device", "rollout.engine is sglang, but this machine has no CUDA device; set rollout.engine: embedded"
+    per_node = recipe.cluster.ranks_per_node or world.local_size
+    spans = span_problems(recipe, ranks=world.size, per_node=per_node, launcher=world.launcher)
+    yield from (("sglang ranks", text) for text in spans)
 
 
 def _kernel_problems(recipe: Recipe) -> Iterator[str]:

@@ -105,10 +105,17 @@ def _drafting(recipe: Recipe, folder: str) -> dict[str, Any]:
 
 def sglang_problems(recipe: Recipe, config: K3Config) -> list[str]:
     """Why SGLang can't serve this model with this recipe, a sentence each with what to change."""
-    return [
-        *_model_problems(config, recipe), *_split_problems(config, recipe), *_option_problems(recipe),
-        *_draft_problems(config, recipe),
-    ]  # fmt: skip
+    return [text for _, text in named_problems(recipe, config)]
+
+
+def named_problems(recipe: Recipe, config: K3Config) -> Iterator[tuple[str, str]]:
+    """The same, each behind the name of what it is about."""
+    parts = {
+        "sglang model": _model_problems(config, recipe), "sglang split": _split_problems(config, recipe),
+        "sglang options": _option_problems(recipe), "sglang draft": _draft_problems(config, recipe),
+    }  # fmt: skip
+    for name, texts in parts.items():
+        yield from ((name, text) for text in texts)
 
 
 def _model_problems(c: K3Config, recipe: Recipe) -> Iterator[str]:

@@ -174,7 +174,7 @@ def test_a_broken_model_folder_is_found(model: Path, harm: Callable[[Path], None
         ("task.max_prompt_tokens=5", "task", "the limit is 5"),
         ("trainer.parallel.ep=3", "layout", "the model's 4 experts can't be split over trainer.parallel.ep 3"),
         ("trainer.parallel.tp=4", "layout", "KDA heads 2 can't be split over trainer.parallel.tp 4"),
-        ("trainer.mla_attention=transformer_engine", "layout", "runs on CUDA, but this rank computes on the CPU"),
+        ("trainer.mla_attention=transformer_engine", "kernels", "runs on CUDA, but this rank computes on the CPU"),
         ("run.keep_checkpoints=1000000000", "disk", "lower run.keep_checkpoints"),
         ("rollout.max_running=100000000", "memory", "`miles-k3 plan` finds what to change"),
     ],
@@ -236,13 +236,30 @@ def test_where_length_is_graded_the_right_answer_is_one_of_that_length(model: Pa
 
 
 def test_engines_over_several_ranks_are_checked_as_launch_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def span_only(recipe: Recipe, _config: K3Config, world: World) -> list[str]:
-        return list(span_problems(recipe, ranks=world.size, per_node=world.local_size, launcher=world.launcher))
+    def span_only(recipe: Recipe, _config: K3Config, world: World) -> list[tuple[str, str]]:
+        found = span_problems(recipe, ranks=world.size, per_node=world.local_size, launcher=world.launcher)
+        return [("sglang ranks", text) for text in found]
 
-    monkeypatch.setattr("miles_k3.launch.launch_problems", span_only)
+    monkeypatch.setattr("miles_k3.launch.named_launch_problems", span_only)
     told = [f for f in check_recipe(load_recipe("k3-16xgb300").recipe) if f.name == "layout"]
     assert [f.ok for f in told] == [True], told
     assert told[0].text.endswith("start with miles-k3 launch RECIPE")
+
+
+@pytest.mark.usefixtures("instant_grades")
+def test_what_sglang_lacks_has_a_name_for_each_part(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_k3.launch.installed_version", lambda: None)
+    wrong = ("rollout.engine=sglang", "rollout.engine_tp=2", "rollout.sglang.nodes=2", "rollout.sglang.dcp=3",
+             "rollout.sglang.draft=nowhere", "rollout.sampling.top_k=2")  # fmt: skip
+    found = failures(check_recipe(recipe_for(model, *wrong)))
+    told = {name: " ".join(f.text for f in found if f.name == name) for name in {f.name for f in found}}
+    assert "model.dtype is float32" in told["sglang model"]
+    assert "dcp 3 doesn't divide" in told["sglang split"]
+    assert "rollout.sampling.top_p is 1.0 and top_k 2" in told["sglang options"]
+    assert "nowhere" in told["sglang draft"]
+    assert "SGLang is not installed" in told["sglang version"]
+    assert "no CUDA device" in told["device"]
+    assert "knows one machine" in told["sglang ranks"]
 
 
 def test_findings_are_one_line_each_or_a_table(tmp_path: Path) -> None:
