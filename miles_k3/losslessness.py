@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -56,7 +57,8 @@ class Greedy:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
     """Sampled answers' first tokens to one prompt against their exact probabilities. Statistics in standard deviations;
-    `visible`: by how much the likeliest answer's probability may be off before it is seen."""
+    `visible`: by how much the likeliest answer's probability may be off before it is seen; `enough`: the samples that
+    would see SHIFT of it."""
 
     samples: int
     cells: int
@@ -64,10 +66,19 @@ class Distribution:
     chi_square: float
     worst_cell: float
     visible: float
+    enough: int
+
+    @property
+    def differs(self) -> bool:
+        return max(self.chi_square, self.worst_cell) >= SIGMAS
+
+    @property
+    def blind(self) -> bool:
+        return self.visible > SHIFT
 
     @property
     def passed(self) -> bool:
-        return max(self.chi_square, self.worst_cell) < SIGMAS and self.visible <= SHIFT
+        return not (self.differs or self.blind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +106,25 @@ class Report:
     @property
     def passed(self) -> bool:
         return self.greedy.passed and self.states.passed and all(d.passed for d in self.distributions)
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything was found that plain decoding does otherwise."""
+        return not self.greedy.passed or self.states.wrong > 0 or any(d.differs for d in self.distributions)
+
+    @property
+    def missing(self) -> list[str]:
+        """What this run can't tell, one sentence each with what would."""
+        found = []
+        if any(d.blind for d in self.distributions):
+            enough = max(d.enough for d in self.distributions)
+            found.append(
+                f"{self.distributions[0].samples} samples can't show a shift of {SHIFT:.0%}: take --samples {enough} "
+                "or more"
+            )
+        if not self.states.commits:
+            found.append("nothing was drafted, so no state was compared: take rollout.speculative.mode=verify_all")
+        return found
 
 
 def verify_lossless(
@@ -216,7 +246,8 @@ def _distribution(
     p = torch.stack([s[len(prompt) - 1 :].double().sum() for s in scores]).exp()
     n = torch.tensor([counts[tokens] for tokens in seen], dtype=torch.float64)
     often = p * samples >= RARE
-    top = float(p[often].max()) if often.any() else 0.0
+    likeliest = float(p.max())
+    top = likeliest if often.any() else 0.0
     p = torch.cat([p[often], (1 - p[often].sum()).clamp(min=0.0)[None]])  # the rest, seen or not, is one cell
     n = torch.cat([n[often], n[~often].sum()[None]])
     p, n = p[p * samples >= 1.0], n[p * samples >= 1.0]
@@ -227,7 +258,13 @@ def _distribution(
         samples=samples, cells=len(p), likeliest=top,
         chi_square=float((chi - freedom) / (2 * freedom) ** 0.5), worst_cell=float(deviation.abs().max()),
         visible=SIGMAS * (top * (1 - top) / samples) ** 0.5 if top else 1.0,
+        enough=enough_samples(likeliest),
     )  # fmt: skip
+
+
+def enough_samples(likeliest: float) -> int:
+    """How many show a shift of SHIFT of an answer with this probability, and have it often enough to be a cell."""
+    return math.ceil(max(RARE / likeliest, likeliest * (1 - likeliest) * (SIGMAS / SHIFT) ** 2))
 
 
 # --- report ---------------------------------------------------------------------------------------------------------
@@ -235,20 +272,21 @@ def markdown(report: Report) -> str:
     """One page."""
     g, s = report.greedy, report.states
     lines = [
-        f"# Lossless speculation: {'passed' if report.passed else 'FAILED'}", "",
+        f"# Lossless speculation: {_word(report.passed, report.differs)}", "",
+        *(f"{sentence[0].upper()}{sentence[1:]}.\n" for sentence in report.missing),
         f"Mean accepted length {report.mean_accepted:.2f} drafted tokens a verify.", "",
         f"## Greedy answers: {_word(g.passed)}", "",
         f"{g.same} of {g.prompts} answers ({g.tokens} tokens) are plain decoding's, token for token; {g.ties} of the "
         f"others differ first where two logits are as close as rounding (largest gap {g.largest_gap:.2g}). "
         f"Log-probabilities differ by up to {g.logprob_diff:.2g}.", "",
-        f"## Distribution at temperature 1: {_word(all(d.passed for d in report.distributions))}"
-        f"{' (too few samples)' if any(d.visible > SHIFT for d in report.distributions) else ''}", "",
+        "## Distribution at temperature 1: "
+        f"{_word(all(d.passed for d in report.distributions), any(d.differs for d in report.distributions))}", "",
         f"The first {DEPTH} tokens of sampled answers against their exact probabilities; {SIGMAS:g} standard "
         f"deviations are the limit, and a shift of {SHIFT:.0%} has to be visible.", "",
         "| samples | cells | likeliest answer | chi-square | worst cell | visible shift |", "|---|---|---|---|---|---|",
         *(f"| {d.samples} | {d.cells} | {d.likeliest:.3f} | {d.chi_square:+.2f} | {d.worst_cell:.2f} | "
           f"{d.visible:.2%} |" for d in report.distributions), "",
-        f"## State after each commit: {_word(s.passed)}", "",
+        f"## State after each commit: {_word(s.passed, s.wrong > 0)}", "",
         f"{s.commits} commits; states and windows of all KDA layers bit for bit those of decoding the kept tokens one "
         f"by one, but for {s.wrong} requests.", "",
         "| kept positions | " + " | ".join(map(str, s.kept)) + " |", "|---" * (len(s.kept) + 1) + "|",
@@ -257,5 +295,5 @@ def markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _word(passed: bool) -> str:
-    return "passed" if passed else "FAILED"
+def _word(passed: bool, differs: bool = True) -> str:
+    return "passed" if passed else "FAILED" if differs else "NOT SHOWN"

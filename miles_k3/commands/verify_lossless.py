@@ -21,7 +21,8 @@ def verify_lossless(
     ),
 ) -> None:
     """Compare a recipe's speculation with plain decoding: greedy answers, the distribution at temperature 1, and the
-    hybrid state after every commit. Exits with 1 where they differ; a run's folder brings its adapter."""
+    hybrid state after every commit. Exits with 1 where they differ, or where this run was too small to tell; a run's
+    folder brings its adapter."""
     from miles_k3.losslessness import markdown
     from miles_k3.losslessness import verify_lossless as verify
     from miles_k3.recipe import load_recipe
@@ -34,4 +35,6 @@ def verify_lossless(
     typer.echo(markdown(report))
     typer.echo(f"written: {out / 'report.md'}", err=True)
     if not report.passed:
+        found = "a difference was found" if report.differs else "no difference was found, but it isn't shown either"
+        typer.echo("; ".join([f"exit code 1: {found}", *report.missing]), err=True)
         raise typer.Exit(1)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from miles_k3 import losslessness
 from miles_k3.cli import app
-from miles_k3.losslessness import Report, compare, markdown
+from miles_k3.losslessness import Distribution, Greedy, Report, States, compare, enough_samples, markdown
 from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.rollout.speculative import acceptance
 
@@ -35,10 +35,45 @@ def test_a_report_of_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.states.passed
     assert sum(report.states.kept.values()) > 300
     text = markdown(report)
-    assert "FAILED (too few samples)" in text  # 200 can't show a shift of 2 %
+    (found,) = report.distributions
+    assert (report.passed, report.differs) == (False, False)
+    assert f"200 samples can't show a shift of 2%: take --samples {found.enough} or more" in text
+    assert text.count("NOT SHOWN") == 2
+    assert found.enough > 200
     assert len(text.splitlines()) < 40
     monkeypatch.setattr(losslessness, "SHIFT", 1.0)
     assert report.passed
+    assert report.missing == []
+
+
+@pytest.mark.parametrize("p", [0.05, 0.4, 0.5, 0.95])
+def test_enough_samples_are_just_enough(p: float) -> None:
+    few, enough = (5 * (p * (1 - p) / n) ** 0.5 for n in (enough_samples(p) - 1, enough_samples(p)))
+    assert enough <= 0.02 < few
+    assert enough_samples(0.5) == 15625
+    assert enough_samples(1e-6) == 5_000_000, "a cell needs five of them"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({}, "exit code 1: no difference was found, but it isn't shown either; 200 samples can't show"),
+        ({"chi_square": 9.0}, "exit code 1: a difference was found; 200 samples can't show"),
+    ],
+)
+def test_exit_code_1_says_what_it_means(
+    wrong: dict[str, float], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"samples": 200, "cells": 2, "likeliest": 0.5, "chi_square": 0.0, "worst_cell": 0.0, "visible": 0.18,
+             "enough": 15625, **wrong}  # fmt: skip
+    report = Report(
+        greedy=Greedy(prompts=1, tokens=1, same=1, ties=0, largest_gap=0.0, logprob_diff=0.0),
+        distributions=(Distribution(**found),), states=States(commits=1, kept={1: 1}, wrong=0), mean_accepted=1.0,
+    )  # fmt: skip
+    monkeypatch.setattr(losslessness, "verify_lossless", lambda *args, **options: report)
+    result = CliRunner().invoke(app, ["verify-lossless", "tiny-cpu", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert said in result.stderr
 
 
 def test_a_fold_that_goes_too_far_fails_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
