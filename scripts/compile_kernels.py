@@ -43,12 +43,14 @@ from miles_k3.k3.kernels.packed_conv import packed_conv
 from miles_k3.k3.kernels.router import choose_experts
 from miles_k3.k3.kernels.row_norms import gated_heads, mla_norms_, rms_norm_rows
 from miles_k3.k3.kernels.skinny import Product, products_
+from miles_k3.k3.kernels.token_draw import draw_tokens
 from miles_k3.k3.ops.lora import ExpertLoraTerm
 from miles_k3.k3.ops.packed import Packed
 from miles_k3.rollout.sglang.hooks.row_lora import ExpertFactors, RowHooks
 from miles_k3.rollout.speculative.replay import ReplayBuffer
 
 HIDDEN, LATENT, INNER, EXPERTS, TOP_K, RANK = 7168, 3584, 3072, 896, 16, 16
+VOCAB = 163840
 HEADS, DIM, KV_LATENT, EXTRA, LOW_QUERY, SLOTS = 96, 128, 512, 64, 1536, 4
 FEW_EXPERTS = 16  # their number is no part of the code, but for the tile that it leads to
 BF16 = torch.bfloat16
@@ -114,6 +116,7 @@ def calls() -> Iterator[tuple[str, Any]]:
     yield from _mla_calls()
     yield from _moe_calls()
     yield from _dense_calls()
+    yield from _draw_calls()
     yield from _sglang_calls()
 
 
@@ -239,6 +242,15 @@ def _dense_calls() -> Iterator[tuple[str, Any]]:
                 ),
             )
         yield f"{tokens} tokens", lambda t=tokens: situ_with_lora(randn(t, 2 * INNER), (4.0, 25.0))
+
+
+def _draw_calls() -> Iterator[tuple[str, Any]]:
+    for rows in (1, 8):
+        one, whole = torch.ones(rows), torch.zeros(rows, dtype=torch.int64)
+        yield (
+            f"{rows} rows",
+            lambda r=rows, o=one, w=whole: draw_tokens(randn(r, VOCAB, dtype=torch.float32), o, w.bool(), w, w),
+        )
 
 
 def _sglang_calls() -> Iterator[tuple[str, Any]]:

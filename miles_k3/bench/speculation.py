@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -39,7 +38,6 @@ from miles_k3.k3.random_weights import random_base
 from miles_k3.launch import pick_device, refuse_other_engine
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.proposal import Speculative
-from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.speculative.draft_train import initial_weights
 from miles_k3.rollout.speculative.engine_costs import measure_engine
 from miles_k3.rollout.speculative.planner.choice import PlanMode
@@ -71,8 +69,8 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """`known`: pretend that the draft proposes what the policy says with this chance at each token, whatever it drafts;
-    None takes its own tokens. `random_draft`: weights of no use and the shapes of a real one, for costs. `cpu_clock`:
+    """`known`: pretend that each drafted token is accepted with this chance, whatever draft and policy say; None
+    goes by the rule. `random_draft`: weights of no use and the shapes of a real one, for costs. `cpu_clock`:
     seconds of the process instead of the wall's, for an engine on a CPU that others use too. `learning`: rounds at each
     batch that don't count, for `trim` finds out what pays there."""
 
@@ -160,12 +158,9 @@ def _round(
 ) -> dict[PlanMode, float]:
     """Tokens a second of each engine, which take turns at being the first."""
     found = {}
-    answers = _ask(engines[PlanMode.OFF], prompts, plan, turn)[1] if plan.known is not None else []
     for mode in (MODES[(i + turn) % len(MODES)] for i in range(len(MODES))):
-        if plan.known is not None and mode is not PlanMode.OFF:
-            _pretend(engines[mode], prompts, answers, plan.known)
         seconds, tokens = _ask(engines[mode], prompts, plan, turn)
-        found[mode] = sum(map(len, tokens)) / seconds
+        found[mode] = tokens / seconds
     return found
 
 
@@ -183,14 +178,11 @@ def _num_recorded(engines: dict[PlanMode, EmbeddedEngine]) -> int:
     return sum(0 if e.runner.graphs is None else e.runner.graphs.num_recorded for e in engines.values())
 
 
-def _ask(
-    engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], plan: BenchPlan, turn: int
-) -> tuple[float, list[tuple[int, ...]]]:
-    """Seconds, and the answers."""
-
+def _ask(engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], plan: BenchPlan, turn: int) -> tuple[float, int]:
+    """Seconds, and the tokens of the answers."""
     stop = () if plan.past_stop or plan.random_weights else (engine.config.eos_token_id,)
 
-    async def run() -> list[tuple[int, ...]]:
+    async def run() -> int:
         params = [
             SamplingParams(
                 temperature=plan.temperature,
@@ -201,11 +193,11 @@ def _ask(
             for i in range(len(prompts))
         ]
         got = await asyncio.gather(*(engine.generate(p, s) for p, s in zip(prompts, params, strict=True)))
-        return [answer.token_ids for answer in got]
+        return sum(len(answer.token_ids) for answer in got)
 
     started = plan.clock()
-    answers = asyncio.run(run())
-    return plan.clock() - started, answers
+    tokens = asyncio.run(run())
+    return plan.clock() - started, tokens
 
 
 def _counts(engine: EmbeddedEngine) -> tuple[int, int, int]:
@@ -214,27 +206,6 @@ def _counts(engine: EmbeddedEngine) -> tuple[int, int, int]:
     stats = engine.speculator.stats()
     verifies = sum(n for name, n in stats.items() if name.startswith("verifies_accepting_"))
     return verifies, stats["accepted_tokens"], stats["drafted_tokens"]
-
-
-def _pretend(
-    engine: EmbeddedEngine, prompts: Sequence[Sequence[int]], answers: Sequence[tuple[int, ...]], chance: float
-) -> None:
-    """The draft runs as ever; then its tokens are replaced by the policy's own, each right with this chance."""
-    speculator, book = engine.speculator, {tuple(p): a for p, a in zip(prompts, answers, strict=True)}
-    assert speculator is not None
-    run = type(speculator)._draft
-
-    def draft(model: Any, memory: Any, requests: Sequence[Request], *rest: Any) -> Any:
-        tokens, _ = run(speculator, model, memory, requests, *rest)
-        for row, request in zip(tokens, requests, strict=True):
-            known = book[request.prompt]
-            for k in range(len(row)):
-                at = len(request.token_ids) + k
-                luck = np.random.default_rng((at, request.params.seed)).random()
-                row[k] = known[at] if luck < chance and at < len(known) else (known[min(at, len(known) - 1)] + 1) % 256
-        return tokens, np.full(tokens.shape, chance)
-
-    speculator._draft, speculator.drafts_ahead = draft, False  # type: ignore[method-assign]
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
@@ -249,6 +220,7 @@ def _engine(recipe: Recipe, model: Model, plan: BenchPlan, speculative: Speculat
         how = Speculative(
             config=speculative.config, weights=speculative.weights, mode=mode, accept=speculative.accept,
             num_draft_tokens=speculative.num_draft_tokens, verify_tokens=speculative.verify_tokens,
+            supposed_acceptance=plan.known,
         )  # fmt: skip
     return make_embedded_engine(recipe, model, longest_sequence(recipe, model.config), speculative=how)
 

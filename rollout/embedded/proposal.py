@@ -28,7 +28,7 @@ class Speculative:
 
     `num_draft_tokens`: at most so many of a block are verified; None: all. `verify_tokens`: positions of one verify,
     of all requests together; 0: as many as there may be. `profile`: what they cost, for `trim`, which verifies all
-    without it.
+    without it. `supposed_acceptance`: pretend that each drafted token is accepted with this chance, for measuring only.
     """
 
     config: DraftConfig
@@ -38,6 +38,7 @@ class Speculative:
     num_draft_tokens: int | None = None
     verify_tokens: int = 0
     profile: CostProfile | None = None
+    supposed_acceptance: float | None = None
 
     @property
     def longest(self) -> int:

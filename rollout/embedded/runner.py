@@ -303,7 +303,10 @@ class Runner:
         members = tuple(requests)
         if self._sampling is None or self._sampling[0] != members:
             vocab = self.model.config.vocab_size
-            self._sampling = members, SamplingBatch.of([r.params for r in requests], vocab, self.device)
+            self._sampling = (
+                members,
+                SamplingBatch.of([r.params for r in requests], vocab, self.device, on_kernels=self.model.on_kernels),
+            )
         return self._sampling[1]
 
     # --- speculation --------------------------------------------------------------------------------------------

@@ -47,7 +47,8 @@ def uniforms(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """The parameters of a batch as tensors. `filters` and `greedy` say whether any request needs that path."""
+    """The parameters of a batch as tensors. `filters` and `greedy` say whether any request needs that path,
+    `on_kernels` whether Triton draws where none has a filter."""
 
     temperature_B1: Tensor  # 1 where greedy: the reported log-probability is then that of the raw logits
     top_k_B1: Tensor
@@ -56,9 +57,12 @@ class SamplingBatch:
     greedy_B: Tensor
     filters: bool
     greedy: bool
+    on_kernels: bool = False
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> SamplingBatch:
+    def of(
+        cls, params: Sequence[SamplingParams], vocab: int, device: torch.device, *, on_kernels: bool = False
+    ) -> SamplingBatch:
         temperature = [p.temperature or 1.0 for p in params]
         top_k = [p.top_k or vocab for p in params]
         return cls(
@@ -69,6 +73,7 @@ class SamplingBatch:
             put([p.temperature == 0 for p in params], device),
             any(p.temperature and (p.top_k or p.top_p < 1.0) for p in params),
             any(p.temperature == 0 for p in params),
+            on_kernels,
         )
 
     def rows(self, at: Tensor) -> SamplingBatch:
@@ -108,6 +113,12 @@ def sample(logits_BV: Tensor, batch: SamplingBatch, positions_B: Tensor) -> tupl
     `positions_B` are the sequence positions of the tokens drawn. A row with a non-finite logit gives token 0, -inf and
     False, and leaves the other rows alone.
     """
+    if batch.on_kernels and not batch.filters:
+        from miles_k3.k3.kernels.token_draw import draw_tokens  # Triton is not everywhere
+
+        return draw_tokens(
+            logits_BV.float(), batch.temperature_B1.squeeze(1), batch.greedy_B, batch.seeds_B, positions_B
+        )
     finite_B = torch.isfinite(logits_BV.sum(-1))  # one infinity or NaN makes the sum so
     logprobs_BV = processed_logprobs(logits_BV, batch)
     p_BV = logprobs_BV.exp()

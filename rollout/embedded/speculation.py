@@ -32,7 +32,7 @@ from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.embedded.sampler import SamplingBatch, sample
 from miles_k3.rollout.embedded.scheduler import Scheduler, Step
 from miles_k3.rollout.embedded.taps import Taps
-from miles_k3.rollout.speculative.acceptance import AcceptMode, draft_seeds, judge, policy_probs
+from miles_k3.rollout.speculative.acceptance import AcceptMode, Committed, draft_seeds, judge, policy_probs, supposed
 from miles_k3.rollout.speculative.audit import CommitAudit
 from miles_k3.rollout.speculative.draft_versions import DraftVersions
 from miles_k3.rollout.speculative.planner.calibration import Calibration
@@ -329,9 +329,18 @@ class Speculator:
         if proposal.probs_RGV is not None:
             columns_T = packed.cols_T.clamp(max=self.at.config.block_size - 1)
             probs_TV = proposal.probs_RGV[packed.rows_T, columns_T]
-        return Judged.of(
-            judge(logits_TV, drafted_T, packed, sampling, positions_B, mode=self.at.accept, draft_probs_TV=probs_TV)
-        )
+        return Judged.of(self.judge(logits_TV, drafted_T, packed, sampling, positions_B, probs_TV))
+
+    def judge(
+        self, logits_TV: Tensor, drafted_T: Tensor, packed: Packed, sampling: SamplingBatch, positions_B: Tensor,
+        probs_TV: Tensor | None,
+    ) -> Committed:  # fmt: skip
+        """What is accepted of drafted tokens, by this engine's rule; nothing is read back."""
+        found = judge(logits_TV, drafted_T, packed, sampling, positions_B, mode=self.at.accept, draft_probs_TV=probs_TV)
+        chance = self.at.supposed_acceptance
+        if chance is None:
+            return found
+        return supposed(found, drafted_T, packed, sampling.seeds_B, positions_B, chance)
 
     def _count(self, accepted: int, drafted: int) -> None:
         self.counters["drafted_tokens"] += drafted

@@ -24,8 +24,8 @@ from miles_k3.errors import EngineError
 from miles_k3.k3.ops.packed import Packed
 from miles_k3.rollout.embedded.sampler import SamplingBatch, processed_logprobs, sample, uniforms
 
-# Streams of a seed beside plain sampling's own; any two numbers of 64 mixed bits.
-_DRAFT_STREAM, _JUDGE_STREAM = 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85
+# Streams of a seed beside plain sampling's own; any numbers of 64 mixed bits.
+_DRAFT_STREAM, _JUDGE_STREAM, _LUCK_STREAM = 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x14057B7EF767814F
 
 
 class AcceptMode(StrEnum):
@@ -104,6 +104,18 @@ def judge(
     reported_T = all_TV.gather(1, tokens_T.unsqueeze(1)).squeeze(1)
     reported_T = torch.where(finite_T, reported_T, -torch.inf)
     return _committed(accepted_B, packed, tokens_T, reported_T, finite_T)
+
+
+def supposed(
+    found: Committed, drafted_T: Tensor, packed: Packed, seeds_B: Tensor, positions_B: Tensor, chance: float
+) -> Committed:
+    """The same verify if each drafted token were accepted with this chance, whatever the policy says: what drafting
+    would be worth with a draft that one doesn't have. Its answers are nobody's."""
+    is_last_T = packed.cols_T + 1 == packed.lengths_B[packed.rows_T]
+    luck_T = uniforms((seeds_B ^ _LUCK_STREAM)[packed.rows_T], positions_B[packed.rows_T] + packed.cols_T)
+    accepted_B = _prefix((luck_T < chance) & found.finite_T & ~is_last_T, packed)
+    tokens_T = torch.where(packed.cols_T < accepted_B[packed.rows_T], drafted_T, found.tokens_T)
+    return _committed(accepted_B, packed, tokens_T, found.logprobs_T, found.finite_T)
 
 
 def _prefix(kept_T: Tensor, packed: Packed) -> Tensor:

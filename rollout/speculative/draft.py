@@ -169,8 +169,7 @@ class DraftModel:
         logits_SGV = self.head(hidden_SGH)  # without what the tokens before add: 1.2 GB at 256 requests of K3
         previous_S, tokens, confidences = anchor_tokens_S, [], []
         for k in range(self.config.block_size):
-            logits_SV = logits_SGV[:, k] + self.bias(previous_S)
-            logits_SGV[:, k] = logits_SV
+            logits_SV = logits_SGV[:, k].add_(self.bias(previous_S))
             if self.config.use_confidence_head:
                 confidences.append(self.confidence_logits(hidden_SGH[:, k], previous_S).sigmoid())
             previous_S = logits_SV.argmax(-1) if choose is None else choose(logits_SV, k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -68,22 +69,28 @@ def _most_requests(engine: EmbeddedEngine, context: int) -> int:
 
 
 class _Scratch:
-    """Requests that hold memory and belong to nobody."""
+    """Requests that hold memory and belong to nobody. Their tokens are drawn: equal ones would all go through the same
+    few experts, and a step would cost a fraction of what it does."""
 
     def __init__(self, engine: EmbeddedEngine, count: int, context: int) -> None:
         self.engine, self.memory, self.runner = engine, engine.memory, engine.runner
+        self.random = np.random.default_rng(0)
         assert engine.speculator is not None
         self.speculator, self.context = engine.speculator, context
         pages = engine.pool.pages_for(context + self.speculator.at.longest)
         self.requests = [self._request(i, context, pages) for i in range(count)]
         self.sampling = SamplingBatch.of(
-            [r.params for r in self.requests], engine.config.vocab_size, engine.pool.device
+            [r.params for r in self.requests],
+            engine.config.vocab_size,
+            engine.pool.device,
+            on_kernels=engine.runner.model.on_kernels,
         )
         engine.pool.flush()
 
     def _request(self, i: int, context: int, pages: int) -> Request:
         request = Request(
-            id=f"scratch-{i}", prompt=(0,) * context, params=SamplingParams(seed=i), token_ids=[0], num_cached=context,
+            id=f"scratch-{i}", prompt=(0,) * context, params=SamplingParams(seed=i),
+            token_ids=[int(self.random.integers(self.engine.config.vocab_size))], num_cached=context,
             version=self.engine.adapter_version, followed=True,
         )  # fmt: skip
         self.memory.take(request, pages)
@@ -105,7 +112,7 @@ class _Scratch:
         else:
             self._launch(requests, proposal)
         for request in requests:
-            request.token_ids, request.logprobs, request.num_cached = [0], [0.0], self.context
+            request.token_ids, request.logprobs, request.num_cached = request.token_ids[:1], [0.0], self.context
         self._wait()
 
     def _replay(self, graphs: StepGraphs, requests: Sequence[Request], proposal: Proposal | None) -> None:
@@ -125,19 +132,22 @@ class _Scratch:
             batch = step_batch(self.memory, requests, [], drafted=drafted, positions=True)
             x_TH, _ = runner._forward(batch, Step(decodes=tuple(requests)), proposal)
             logits_TV = runner.model.head(x_TH)
-            logits_TV[:, 0] += 1e4  # what was drafted
             if proposal is None:
                 sample(logits_TV, sampling, self._positions(requests))[0].tolist()
             else:
+                drafted_T = torch.tensor([t for tokens in proposal.tokens for t in (*tokens, 0)], device=pool.device)
+                logits_TV.scatter_(1, drafted_T.unsqueeze(1), 1e4)  # all of it is accepted
                 self.speculator.settle(self.memory, batch, proposal, logits_TV, sampling)
 
     def _proposal(self, requests: Sequence[Request], each: int) -> Proposal:
         assert self.speculator.replay is not None
         size = self.speculator.at.config.block_size
-        tokens = tuple((0,) * (n - 1) for n in ragged(len(requests), each, self.speculator.at.longest))
+        vocab, lengths = self.speculator.at.config.vocab_size, ragged(len(requests), each, self.speculator.at.longest)
+        drawn = iter(self.random.integers(vocab, size=sum(lengths)).tolist())
+        tokens = tuple(tuple(islice(drawn, n - 1)) for n in lengths)
         probs = self.speculator.room_for_probs(len(requests))
         if probs is not None:
-            probs.zero_()[..., 0] = 1.0
+            probs.fill_(1 / vocab)
         return Proposal(
             requests=tuple(requests), tokens=tokens, confidence_RG=np.ones((len(requests), size)), probs_RGV=probs,
             useful_R=np.array([len(t) for t in tokens]), drafted=Drafted(tokens=tokens, replay=self.speculator.replay),

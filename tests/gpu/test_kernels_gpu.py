@@ -76,6 +76,29 @@ def test_grouped_products_of_true_width(rows: int) -> None:
         assert ((found.float() - expected.float()).norm() / expected.float().norm()).item() < 4e-3  # rounding of bf16
 
 
+@pytest.mark.parametrize("rows", [1, 600])
+def test_draws_of_true_width(rows: int) -> None:
+    """163,840 tokens, flat and peaked, beside plain sampling in fp64: no token whose share of the unit interval is
+    further from the uniform than fp32's sums round (1e-6)."""
+    from helpers.kernel_cases import Draw
+
+    from miles_k3.k3.kernels.token_draw import draw_tokens
+    from miles_k3.rollout.embedded.sampler import uniforms
+
+    draw, device = Draw(torch.device("cuda"), torch.float32, rows), torch.device("cuda")
+    logits = draw.normal(rows, 163840) * torch.linspace(0.5, 4.0, rows, device=device).unsqueeze(1)
+    temperature, greedy = torch.ones(rows, device=device), torch.zeros(rows, dtype=torch.bool, device=device)
+    seeds, positions = draw.integers(-(1 << 62), 1 << 62, rows), draw.integers(0, 1 << 20, rows)
+    tokens, logprobs, finite = draw_tokens(logits, temperature, greedy, seeds, positions)
+    shares = logits.double().softmax(-1)
+    at, ends, drawn = tokens.unsqueeze(1), shares.cumsum(-1), uniforms(seeds, positions).double()
+    end, share = ends.gather(1, at).squeeze(1), shares.gather(1, at).squeeze(1)
+    assert finite.all()
+    assert (end - share - 1e-6 <= drawn).all()
+    assert (drawn <= end + 1e-6).all()
+    torch.testing.assert_close(logprobs.double(), share.log(), rtol=0, atol=1e-5)
+
+
 def test_experts_in_a_cuda_graph() -> None:
     """A recorded step replays on other tokens, routes and adapters without being recorded again."""
     from helpers.kernel_cases import Draw, expert_term

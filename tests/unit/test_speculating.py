@@ -10,6 +10,8 @@ from helpers.engines import ask, tokens_of
 from miles_k3.assemble import load_engine
 from miles_k3.errors import ConfigError, EngineError
 from miles_k3.recipe import load_recipe
+from miles_k3.rollout.embedded.batch import StepBatch
+from miles_k3.rollout.embedded.runner import Runner
 from miles_k3.rollout.speculative.engine_costs import measure_engine, ragged
 from miles_k3.rollout.speculative.planner.choice import PlanMode
 from miles_k3.rollout.tasks.registry import make_task
@@ -37,13 +39,21 @@ def test_what_does_not_go_together(changes: tuple[str, ...], said: str) -> None:
         load_recipe("tiny-cpu", changes)
 
 
-def test_a_trimming_engine_measures_costs_and_forgets_the_measuring() -> None:
+def test_a_trimming_engine_measures_costs_and_forgets_the_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tokens that differ: equal ones share their experts, and cost a fraction of what a step costs."""
+    measured: list[StepBatch] = []
+    forward = Runner._forward
+    monkeypatch.setattr(
+        Runner, "_forward", lambda self, batch, *rest: measured.append(batch) or forward(self, batch, *rest)
+    )
     recipe = load_recipe(
         "tiny-cpu",
         [*ON, "rollout.speculative.mode=trim", "rollout.max_running=5", "rollout.speculative.num_draft_tokens=3"],
     ).recipe
     engine = load_engine(recipe, ALONE)
     planner = engine.speculator.planner  # type: ignore[union-attr]
+    assert all(len(set(b.tokens_T.tolist())) > len(b.tokens_T) / 2 for b in measured if len(b.tokens_T) > 4)
+    assert max(len(b.tokens_T) for b in measured) == 20
     assert planner.mode is PlanMode.TRIM
     assert planner.profile is not None
     assert [c.requests for c in planner.profile.curves] == [1, 4, 5]

@@ -7,7 +7,7 @@ Tolerance, of the largest value: fp32 1e-5, the rounding of sums of at most a fe
 bfloat16 2e-2 where the twin rounds every intermediate to 8 bits (2^-9 each, a few of them in a row).
 """
 
-from helpers.kernel_cases import attention, delta_rule, dense, experts  # noqa: F401 - they register their cases
+from helpers.kernel_cases import attention, delta_rule, dense, draws, experts  # noqa: F401 - they register their cases
 from helpers.kernel_cases.common import CASES, Draw, nan_filled_memory
 from helpers.kernel_cases.experts import expert_term, fp32_term
 

@@ -39,7 +39,7 @@ def draft_blocks(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(tokens int64 [R, G], confidences fp32 [R, G]) of one block behind each anchor. `probs` (rejection) gets what
     each was drawn from; without, they are drawn with the policy's own uniforms."""
-    sampling, tokens, confidences = sampling_of(at), [], []
+    sampling, tokens, confidences = sampling_of(at, on_kernels=on_kernels), [], []
     mode = AcceptMode.COUPLED if probs is None else AcceptMode.REJECTION
     drawing = replace(sampling, seeds_B=draft_seeds(mode, sampling.seeds_B))
     for i, draft in enumerate(drafts):

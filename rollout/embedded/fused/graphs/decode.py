@@ -116,7 +116,8 @@ class DecodeGraphs:
             positions_T = at["lengths"].long() - 1
             write_context_(pool, members.drafts, at["drafts"], taps.rows_TW, positions_T, at["writes"], padding)
         assert routed_TMK is not None
-        tokens, logprobs, finite = sample(p.model.head(x_TH), sampling_of(at), at["positions"])
+        sampling = sampling_of(at, on_kernels=p.model.on_kernels)
+        tokens, logprobs, finite = sample(p.model.head(x_TH), sampling, at["positions"])
         drawn_3T = torch.stack([tokens.double(), logprobs.double(), finite.double()])
         kept = (None, None) if taps is None or not keeps else (taps.rows_TW, x_TH)
         return DecodeResults(tokens, drawn_3T, routed_TMK, *kept)

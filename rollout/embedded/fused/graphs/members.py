@@ -126,9 +126,10 @@ def request_values(members: Members) -> Values:
     }
 
 
-def sampling_of(at: Mapping[str, Tensor]) -> SamplingBatch:
+def sampling_of(at: Mapping[str, Tensor], *, on_kernels: bool) -> SamplingBatch:
     temperature_B1 = at["temperature"].unsqueeze(1)
     return SamplingBatch(
         temperature_B1=temperature_B1, top_k_B1=torch.zeros_like(at["greedy"]).unsqueeze(1), top_p_B1=temperature_B1,
         seeds_B=at["seeds"], greedy_B=at["greedy"].bool(), filters=False, greedy=True,
+        on_kernels=on_kernels,
     )  # fmt: skip

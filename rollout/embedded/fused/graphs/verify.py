@@ -41,7 +41,7 @@ from miles_k3.rollout.embedded.fused.graphs.recording import Recorded
 from miles_k3.rollout.embedded.lora import StepAdapters
 from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.embedded.speculation import Speculator
-from miles_k3.rollout.speculative.acceptance import judge, kept_positions
+from miles_k3.rollout.speculative.acceptance import kept_positions
 
 STOPS = 8  # stop tokens of a request that its graph compares with
 
@@ -217,10 +217,10 @@ class VerifyGraphs:
         draft_T, positions_T = at["drafts"][packed.rows_T], at["seen"].long() - 1
         write_context_(pool, members.drafts, draft_T, taps.rows_TW, positions_T, at["writes"], padding)
         cols_T = packed.cols_T.clamp(max=self._block - 1)
-        judged = judge(
-            p.model.head(x_TH), drafted_BG[packed.rows_T, cols_T], packed, sampling_of(at), at["positions"],
-            mode=self._speculator.at.accept,
-            draft_probs_TV=None if probs is None else probs.buffer_NGV[packed.rows_T, cols_T],
+        sampling = sampling_of(at, on_kernels=p.model.on_kernels)
+        judged = self._speculator.judge(
+            p.model.head(x_TH), drafted_BG[packed.rows_T, cols_T], packed, sampling, at["positions"],
+            None if probs is None else probs.buffer_NGV[packed.rows_T, cols_T],
         )  # fmt: skip
         kept_B = kept_positions(judged, packed, at["stops"])
         now_B = torch.where(at["late"] != 0, 0, kept_B)

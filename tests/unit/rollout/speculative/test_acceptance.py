@@ -256,3 +256,24 @@ def test_misfits_are_refused() -> None:
         judge(logits[:-1], drafted, packed, sampling, firsts)
     with pytest.raises(EngineError, match="mode is coupled"):
         judge(logits, drafted, packed, sampling, firsts, draft_probs_TV=logits)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.6, 1.0])
+def test_supposed_acceptance_keeps_that_share(chance: float) -> None:
+    """Whatever was drafted: of each position that comes before no refused one, `chance`; rows that aren't finite end a
+    request all the same, and its own last token stays the policy's."""
+    logits, drafted, packed, params, firsts = case()
+    logits[packed.cu_seqlens[4]] = torch.nan
+    sampling = SamplingBatch.of(params, VOCAB, CPU)
+    real = judge(logits, drafted, packed, sampling, firsts)
+    tried = kept = 0
+    for seed in range(300):
+        got = acceptance.supposed(real, drafted, packed, sampling.seeds_B + seed, firsts, chance)
+        most = packed.lengths_B - 1
+        assert got.accepted_B[4] == 0
+        tried += int(torch.minimum(got.accepted_B + 1, most)[torch.arange(packed.num_seqs) != 4].sum())
+        kept += int(got.accepted_B.sum())
+        inside = packed.cols_T < got.accepted_B[packed.rows_T]
+        assert torch.equal(got.tokens_T, torch.where(inside, drafted, real.tokens_T))
+        assert torch.equal(got.committed_T, packed.cols_T <= got.accepted_B[packed.rows_T])
+    assert abs(kept / tried - chance) <= 4 * (chance * (1 - chance) / tried) ** 0.5

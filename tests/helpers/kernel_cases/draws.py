@@ -1,0 +1,46 @@
+"""Draws of tokens."""
+
+from __future__ import annotations
+
+import torch
+from helpers.kernel_cases.common import Draw, case
+
+from miles_k3.k3.kernels.token_draw import PART, draw_tokens
+from miles_k3.rollout.embedded.sampler import SamplingBatch, sample, uniforms
+from miles_k3.types import SamplingParams
+
+
+@case
+def token_draws(device: torch.device, dtype: torch.dtype) -> None:
+    """Flat and peaked rows, strided; vocabularies of one part, of several and of a piece of one; greedy ones, ties,
+    rows that aren't finite; extreme seeds. Against plain sampling: another token only where the uniform lies within
+    rounding of the border of two."""
+    for seed, (rows, vocab) in enumerate([(1, 7), (5, PART), (9, 2 * PART + 5), (3, 3 * PART - 1)]):
+        draw = Draw(device, torch.float32, seed)
+        spread = torch.linspace(0.0, 12.0, rows, device=device).unsqueeze(1)
+        logits = (draw.normal(rows, vocab + 3) * spread)[:, :vocab]
+        params = [
+            SamplingParams(
+                temperature=(0.0, 0.3, 1.0, 2.5)[(i + seed) % 4], seed=(0, 1, 2**63, 2**64 - 1, 12345)[i % 5]
+            )
+            for i in range(rows)
+        ]
+        logits[-1, vocab // 2 :: 3] = logits[-1].max()  # the likeliest several times
+        if rows > 3:
+            logits[1, 5], logits[2, vocab - 1] = torch.nan, torch.inf
+        positions = draw.integers(0, 1 << 20, rows)
+        batch = SamplingBatch.of(params, vocab, device)
+        tokens, logprobs, finite = draw_tokens(
+            logits, batch.temperature_B1.squeeze(1), batch.greedy_B, batch.seeds_B, positions
+        )
+        plain, plain_logprobs, plain_finite = sample(logits, batch, positions)
+        assert torch.equal(finite, plain_finite)
+        same = tokens == plain
+        torch.testing.assert_close(logprobs[same], plain_logprobs[same], rtol=0, atol=1e-5)
+        assert torch.equal(tokens[batch.greedy_B | ~finite], plain[batch.greedy_B | ~finite])
+        shares = (logits / batch.temperature_B1).double().softmax(-1)
+        ends, drawn = shares.cumsum(-1), uniforms(batch.seeds_B, positions).double()
+        for row in (finite & ~batch.greedy_B).nonzero().flatten().tolist():
+            token = int(tokens[row])
+            assert ends[row, token] - shares[row, token] - 1e-6 <= drawn[row] <= ends[row, token] + 1e-6
+            assert shares[row, token] > 0
