@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,6 +36,7 @@ SIGMAS = 5.0  # that a statistic may be off
 TIES = {"float32": 1e-3, "bfloat16": 0.25}  # logits this close may be rounded either way by a batch of other rows
 SHIFT = 0.02  # that the distribution test has to see
 RARE = 5.0  # expected answers below which cells are one
+Answer = tuple[int, ...]  # its first tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +57,9 @@ class Greedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """Sampled answers' first tokens to one prompt against their exact probabilities. Statistics in standard deviations;
-    `visible`: by how much the likeliest answer's probability may be off before it is seen; `enough`: the samples that
-    would see SHIFT of it."""
+    """Sampled answers' first tokens against their exact probabilities. Statistics in standard deviations; `visible`: by
+    how much the likeliest answer's probability (of several prompts: their mean) may be off before it is seen; `enough`:
+    the samples that would see SHIFT of it."""
 
     samples: int
     cells: int
@@ -243,22 +244,37 @@ def _distribution(
     counts = Counter(a.token_ids[:DEPTH] for a in _answers(speculating, [prompt] * samples, params))
     seen = list(counts)
     scores = plain.score([[*prompt, *tokens] for tokens in seen])
-    p = torch.stack([s[len(prompt) - 1 :].double().sum() for s in scores]).exp()
-    n = torch.tensor([counts[tokens] for tokens in seen], dtype=torch.float64)
-    often = p * samples >= RARE
-    likeliest = float(p.max())
-    top = likeliest if often.any() else 0.0
-    p = torch.cat([p[often], (1 - p[often].sum()).clamp(min=0.0)[None]])  # the rest, seen or not, is one cell
-    n = torch.cat([n[often], n[~often].sum()[None]])
-    p, n = p[p * samples >= 1.0], n[p * samples >= 1.0]
-    deviation = (n - samples * p) / (samples * p * (1 - p)).clamp(min=1e-12).sqrt()
-    freedom = max(1, len(p) - 1)
-    chi = ((n - samples * p) ** 2 / (samples * p)).sum()
+    exact = {tokens: float(s[len(prompt) - 1 :].double().sum().exp()) for tokens, s in zip(seen, scores, strict=True)}
+    return against_exact([(counts, exact)])
+
+
+def against_exact(groups: Sequence[tuple[Mapping[Answer, int], Mapping[Answer, float]]]) -> Distribution:
+    """Counts of answers, and the exact probabilities of all of them that are frequent, for each of some prompts."""
+    chi, freedom, cells, worst = 0.0, 0, 0, 0.0
+    tops: list[tuple[float, float, float]] = []  # of each likeliest answer: expected count, variance, excess
+    for counts, exact in groups:
+        samples = sum(counts.values())
+        p = torch.tensor([exact[answer] for answer in exact], dtype=torch.float64)
+        n = torch.tensor([counts.get(answer, 0) for answer in exact], dtype=torch.float64)
+        often = p * samples >= RARE
+        p = torch.cat([p[often], (1 - p[often].sum()).clamp(min=0.0)[None]])  # the rest, seen or not, is one cell
+        n = torch.cat([n[often], (samples - n[often].sum())[None]])
+        if often.any():
+            top = int(p[:-1].argmax())
+            expected = samples * float(p[top])
+            tops.append((expected, expected * (1 - float(p[top])), float(n[top]) - expected))
+        p, n = p[p * samples >= 1.0], n[p * samples >= 1.0]
+        deviation = (n - samples * p) / (samples * p * (1 - p)).clamp(min=1e-12).sqrt()
+        worst = max(worst, float(deviation.abs().max()))
+        chi += float(((n - samples * p) ** 2 / (samples * p)).sum())
+        freedom, cells = freedom + max(1, len(p) - 1), cells + len(p)
+    total = sum(sum(counts.values()) for counts, _ in groups)
+    expected, variance, excess = (sum(column) for column in zip(*tops, strict=True)) if tops else (0.0, 0.0, 0.0)
     return Distribution(
-        samples=samples, cells=len(p), likeliest=top,
-        chi_square=float((chi - freedom) / (2 * freedom) ** 0.5), worst_cell=float(deviation.abs().max()),
-        visible=SIGMAS * (top * (1 - top) / samples) ** 0.5 if top else 1.0,
-        enough=enough_samples(likeliest),
+        samples=total, cells=cells, likeliest=expected / total, chi_square=(chi - freedom) / (2 * freedom) ** 0.5,
+        worst_cell=max(worst, abs(excess) / max(variance, 1e-12) ** 0.5),
+        visible=SIGMAS * variance**0.5 / total if tops else 1.0,
+        enough=max(enough_samples(max(exact.values())) for _, exact in groups),
     )  # fmt: skip
 
 

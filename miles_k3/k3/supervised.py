@@ -16,7 +16,7 @@ from miles_k3.k3.naive import NaiveK3
 from miles_k3.k3.ops import mxfp4
 from miles_k3.k3.ops.kda import kda_chunk
 from miles_k3.k3.ops.packed import Packed
-from miles_k3.k3.params import DType, Param, Part, expert_prefix, text_params
+from miles_k3.k3.params import DType, Param, Part, expert_prefix, moe_prefix, text_params
 
 FROZEN = ("A_log", "e_score_correction_bias")
 
@@ -37,9 +37,11 @@ class TrainableK3(NaiveK3):
         return torch.einsum("btei,ezi->btz", hidden * weights.unsqueeze(-1), w2)
 
     def stacked(self, layer: int, which: str) -> Tensor:
-        return torch.stack(
-            [self.weight(f"{expert_prefix(layer, e)}{which}.weight") for e in range(self.config.num_experts)]
-        )
+        """All experts' weights [E, out, in], with the adapter's part of each."""
+        weights = torch.stack([self.expert_weight(layer, e, which) for e in range(self.config.num_experts)])
+        name = f"{moe_prefix(layer)}experts.{which}"
+        a = self.adapter.get(name + ".lora_A.weight")
+        return weights if a is None else weights + self.scaling * self.adapter[name + ".lora_B.weight"] @ a
 
 
 def init_weights(config: K3Config, seed: int, device: torch.device) -> dict[str, Tensor]:
@@ -141,13 +143,61 @@ def fit(
     and of the last one's end, `after` of each step's loss.
     """
     leaves = [t.requires_grad_() for n, t in masters.items() if not n.endswith(FROZEN)]
+    stored = StoredWeights(config, masters)
+    _descend(
+        leaves, lambda: TrainableK3(config, stored.weights()), batch, steps=steps, lr=lr, warmup=warmup,
+        before=before, after=after,
+    )  # fmt: skip
+
+
+def plain_weights(config: K3Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A checkpoint's text tensors in fp32, experts unpacked (`...wN.weight`): what `fit_adapter` leaves alone."""
+    stored, out = NaiveK3(config, tensors), {}
+    for p in text_params(config):
+        if p.part is not Part.EXPERT:
+            out[p.name] = stored.weight(p.name)
+    for layer in config.moe_layers:
+        for e in range(config.num_experts):
+            for which in ("w1", "w3", "w2"):
+                out[f"{expert_prefix(layer, e)}{which}.weight"] = stored.expert_weight(layer, e, which)
+    return out
+
+
+def fit_adapter(
+    config: K3Config,
+    weights: Mapping[str, Tensor],
+    factors: Mapping[str, Tensor],
+    batch: Callable[[], tuple[Tensor, Tensor]],
+    *,
+    scaling: float,
+    steps: int,
+    lr: float,
+    warmup: int = 5,
+    after: Callable[[int, float], None] = lambda *_: None,
+) -> None:
+    """Train an adapter's factors, fp32 by exported names, in place over `plain_weights`; the rest as in `fit`."""
+    leaves = [t.requires_grad_() for t in factors.values()]
+    model = TrainableK3(config, weights, factors, scaling)
+    _descend(leaves, lambda: model, batch, steps=steps, lr=lr, warmup=warmup, after=after)
+
+
+def _descend(
+    leaves: Sequence[Tensor],
+    model: Callable[[], TrainableK3],
+    batch: Callable[[], tuple[Tensor, Tensor]],
+    *,
+    steps: int,
+    lr: float,
+    warmup: int,
+    before: Callable[[int], None] = lambda _: None,
+    after: Callable[[int, float], None] = lambda *_: None,
+) -> None:
     optimizer = torch.optim.AdamW(leaves, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: _lr_factor(s, steps, warmup))
-    stored = StoredWeights(config, masters)
     for step in range(steps):
         before(step)
         tokens, mask = batch()
-        logits = TrainableK3(config, stored.weights())(tokens[:, :-1])
+        logits = model()(tokens[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
         loss = (loss * mask).sum() / mask.sum()
         optimizer.zero_grad(set_to_none=True)

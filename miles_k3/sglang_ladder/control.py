@@ -20,7 +20,8 @@ from typing import Any
 CLOSING_S = 8.0  # of a budget, for the end of a step's processes and the last lines
 LOOK_S = 0.2  # between two looks at a step's figures
 _SGLANG = ("torch", "sglang", "sgl_kernel", "safetensors", "pydantic", "psutil")
-_TRAINER = ("megatron.core", "omegaconf", "rich", "transformers", "jinja2", "matplotlib")
+_LESSONS = ("transformers", "jinja2")
+_TRAINER = ("megatron.core", "omegaconf", "rich", *_LESSONS, "matplotlib")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ TIMINGS: Mapping[str, Timing] = {
     "wide-base": Timing(expected_s=90, limit_s=240),
     "rl": Timing(expected_s=120, limit_s=420, needs=(*_SGLANG, *_TRAINER)),
     "dspark": Timing(expected_s=260, limit_s=480, instead="dspark-eager"),
+    "lossless": Timing(expected_s=240, limit_s=480, needs=(*_SGLANG, *_LESSONS)),
     "golden-eager": Timing(expected_s=70, limit_s=240),
     "wide-lora-blocks": Timing(expected_s=130, limit_s=300),
     "dspark-eager": Timing(expected_s=130, limit_s=300),

@@ -45,22 +45,33 @@ class Accepting(golden.Recorded):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        self.accepted: list[float] = []
+        self.accepted: list[tuple[str | None, float]] = []
 
     async def generate(self, *arguments: Any, **options: Any) -> Mapping[str, Any]:
         answer = await super().generate(*arguments, **options)
-        self.accepted.append(float(answer["meta_info"].get("spec_accept_length", float("nan"))))
+        length = answer["meta_info"].get("spec_accept_length")
+        if length is not None:
+            self.accepted.append((options["adapter"], float(length)))
         return answer
 
     def take(self) -> float:
-        """The mean of the answers since it was last taken."""
-        known = [a for a in self.accepted if math.isfinite(a)]
+        """The mean of the answers since it was last taken; NaN where nothing was verified."""
+        known = [length for _, length in self.accepted]
         self.accepted.clear()
         return sum(known) / len(known) if known else float("nan")
 
+    def take_each(self) -> dict[str | None, float]:
+        """The same for each adapter's answers."""
+        by_adapter: dict[str | None, list[float]] = {}
+        for adapter, length in self.accepted:
+            by_adapter.setdefault(adapter, []).append(length)
+        self.accepted.clear()
+        return {adapter: sum(lengths) / len(lengths) for adapter, lengths in by_adapter.items()}
+
 
 @contextmanager
-def _engine(folder: Path, report: Report, name: str, **sglang: Any) -> Iterator[tuple[SglangEngine, Accepting]]:
+def serving(folder: Path, report: Report, name: str, **sglang: Any) -> Iterator[tuple[SglangEngine, Accepting]]:
+    """A started engine, which closes behind the block; `sglang` are keys of the recipe's section."""
     config = K3Config.from_folder(folder)
     recipe = recipe_for(folder, max_running=REQUESTS, prompt=512, new=256, **sglang)
     start = time.monotonic()
@@ -92,7 +103,7 @@ def dspark_eager(work: Path, report: Report) -> None:
 
 def _plain(work: Path, report: Report) -> dict[str, Any]:
     """What an engine without a draft answers; kept in `work`."""
-    with report.part("plain"), _engine(golden_checkpoint(work), report, "plain") as (engine, backend):
+    with report.part("plain"), serving(golden_checkpoint(work), report, "plain") as (engine, backend):
         found = _answers(engine, backend, work, report, "plain")
         torch.save(found, work / "dspark-plain.pt")
         return found
@@ -103,7 +114,7 @@ def _drafted(work: Path, report: Report, plain: Mapping[str, Any], *, cuda_graph
     folder = golden_checkpoint(work)
     known = [answer.token_ids for answer in plain["adapter"]]
     draft = write_telling_draft(work / "golden-draft", K3Config.from_folder(folder), known)
-    with _engine(folder, report, "drafted", draft=str(draft), cuda_graphs=cuda_graphs) as (engine, backend):
+    with serving(folder, report, "drafted", draft=str(draft), cuda_graphs=cuda_graphs) as (engine, backend):
         with report.part("answers"):
             drafted = _answers(engine, backend, work, report, "drafted")
             _compare(plain, drafted, report)

@@ -14,13 +14,14 @@ def steps() -> dict[str, Callable[[Path, Report], None]]:
     """Name -> what a process of its own does with a work folder and its report."""
     from miles_k3.sglang_ladder.dspark import dspark, dspark_eager
     from miles_k3.sglang_ladder.golden import golden, golden_eager
+    from miles_k3.sglang_ladder.lossless import lossless
     from miles_k3.sglang_ladder.ten_steps import ten_steps
     from miles_k3.sglang_ladder.wide import wide_base, wide_lora, wide_lora_blocks
 
     return {
         "kernels": kernels, "golden": golden, "golden-eager": golden_eager, "wide-base": wide_base,
         "wide-lora": wide_lora, "wide-lora-blocks": wide_lora_blocks, "rl": ten_steps,
-        "dspark": dspark, "dspark-eager": dspark_eager,
+        "dspark": dspark, "dspark-eager": dspark_eager, "lossless": lossless,
     }  # fmt: skip
 
 
@@ -48,6 +49,10 @@ def dry_run(chosen: Sequence[str], work: Path) -> Iterator[str]:
         elif step.startswith("dspark"):
             folder, detail = golden_checkpoint(work), "with a draft that knows nothing"
             draft = write_telling_draft(work / "golden-draft", K3Config.from_folder(folder), [])
+            recipe = recipe_for(folder, max_running=32, prompt=512, new=256, draft=str(draft))
+        elif step == "lossless":
+            folder, detail = small_model(work), "as drawn, with a draft that knows nothing"
+            draft = write_telling_draft(work / "lossless-draft", K3Config.from_folder(folder), [])
             recipe = recipe_for(folder, max_running=32, prompt=512, new=256, draft=str(draft))
         elif step.startswith("wide"):
             folder, detail = wide_model(work), "config only"

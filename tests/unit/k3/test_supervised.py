@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.tiny import tiny_config
+from helpers.tiny import tiny_adapter, tiny_config
 from torch import Tensor
 
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.naive import NaiveK3
 from miles_k3.k3.params import text_params
-from miles_k3.k3.supervised import FROZEN, StoredWeights, TrainableK3, fit, init_weights, padded, released
+from miles_k3.k3.supervised import (
+    FROZEN,
+    StoredWeights,
+    TrainableK3,
+    fit,
+    fit_adapter,
+    init_weights,
+    padded,
+    plain_weights,
+    released,
+)
+from miles_k3.types import AdapterConfig
 
 CPU = torch.device("cpu")
 
@@ -62,3 +73,25 @@ def test_the_oracle_computes_with_a_checkpoint_what_was_trained(
         expected = TrainableK3(config, StoredWeights(config, masters).weights())(tokens)
         found = NaiveK3(config, checkpoint)(tokens)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_is_trained_over_a_checkpoint_that_stays(
+    trained: tuple[K3Config, dict[str, Tensor], dict[str, Tensor], list[float]],
+) -> None:
+    """The oracle with the factors gives what was trained; each factor moves, the experts' too."""
+    config, _, masters, _ = trained
+    checkpoint = {p.name: released(p, masters) for p in text_params(config)}
+    weights, adapter = plain_weights(config, checkpoint), AdapterConfig(rank=2, alpha=4.0, share_gate_up_a=False)
+    factors = tiny_adapter(config, adapter, dtype=torch.float32)
+    before = {name: t.clone() for name, t in factors.items()}
+    batch, found = padded([([3, 4, 5], [9, 2]), ([8, 9], [11, 11, 2])], 0, CPU), list[float]()
+    fit_adapter(
+        config, weights, factors, lambda: batch, scaling=2.0, steps=6, lr=2e-2, warmup=1,
+        after=lambda _, loss: found.append(loss),
+    )  # fmt: skip
+    assert found[-1] < found[0] - 1.0, found
+    assert not any(torch.equal(t, before[name]) for name, t in factors.items())
+    tokens = torch.arange(3, 23).view(2, 10)
+    with torch.no_grad():
+        expected = TrainableK3(config, weights, factors, 2.0)(tokens)
+        torch.testing.assert_close(NaiveK3(config, checkpoint, factors, 2.0)(tokens), expected, rtol=1e-4, atol=1e-4)
