@@ -45,26 +45,28 @@ class Accepting(golden.Recorded):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        self.accepted: list[tuple[str | None, float]] = []
+        self.accepted: list[tuple[str | None, float, float]] = []  # adapter, temperature, tokens
 
     async def generate(self, *arguments: Any, **options: Any) -> Mapping[str, Any]:
         answer = await super().generate(*arguments, **options)
         length = answer["meta_info"].get("spec_accept_length")
         if length is not None:
-            self.accepted.append((options["adapter"], float(length)))
+            _, sampling = arguments
+            self.accepted.append((options["adapter"], sampling["temperature"], float(length)))
         return answer
 
     def take(self) -> float:
         """The mean of the answers since it was last taken; NaN where nothing was verified."""
-        known = [length for _, length in self.accepted]
+        known = [length for *_, length in self.accepted]
         self.accepted.clear()
         return sum(known) / len(known) if known else float("nan")
 
-    def take_each(self) -> dict[str | None, float]:
-        """The same for each adapter's answers."""
+    def take_each(self, temperature: float) -> dict[str | None, float]:
+        """The same for each adapter's answers at `temperature`; the others are forgotten."""
         by_adapter: dict[str | None, list[float]] = {}
-        for adapter, length in self.accepted:
-            by_adapter.setdefault(adapter, []).append(length)
+        for adapter, at, length in self.accepted:
+            if at == temperature:
+                by_adapter.setdefault(adapter, []).append(length)
         self.accepted.clear()
         return {adapter: sum(lengths) / len(lengths) for adapter, lengths in by_adapter.items()}
 

@@ -99,11 +99,11 @@ def _drafted(made: Taught, report: Report) -> Heard:
         for tensors in made.adapters:
             engine.load_adapter(measures.next_update(engine, ADAPTER, tensors))
         heard = Heard(greedy=_greedy(engine, made.prompts))
-        accepted(_accepted(backend), report, drawn=False)
+        accepted(_accepted(backend, 0.0), report, drawn=False)
         start = time.monotonic()
         heard.drawn.update({kind: counted for kind, (counted, _) in _draw(engine, made, DRAWS).items()})
         report.note(drawn_s=round(time.monotonic() - start, 1))
-        accepted(_accepted(backend), report, drawn=True)
+        accepted(_accepted(backend, 1.0), report, drawn=True)
         return heard
     raise RuntimeError("the engine with the draft gave no answers to compare")
 
@@ -128,8 +128,12 @@ def _params(temperature: float, new: int) -> SamplingParams:
 
 
 def _greedy(engine: SglangEngine, prompts: Sequence[Sequence[int]]) -> dict[str, list[Completion]]:
+    """The first half of the prompts alone, the other half each beside a drawn answer, for both rules in one batch."""
     asked = [(kind, prompt) for prompt in prompts for kind in KINDS]
-    found = measures.answers(engine, [p for _, p in asked], _params(0.0, NEW), [KINDS[kind] for kind, _ in asked])
+    half, found = len(prompts) // 2 * len(KINDS), list[Completion]()
+    for some, params in ((asked[:half], [0.0]), (asked[half:], [0.0, 1.0])):
+        all_at_once = [(p, _params(t, NEW), KINDS[kind]) for kind, p in some for t in params]
+        found += measures.answers(engine, *zip(*all_at_once, strict=True))[:: len(params)]
     answers: dict[str, list[Completion]] = {kind: [] for kind in KINDS}
     for (kind, _), answer in zip(asked, found, strict=True):
         answers[kind].append(answer)
@@ -197,6 +201,6 @@ def _ends(engine: SglangEngine, sequences: Sequence[Sequence[int]], tokens: Sequ
     return [s[len(s) - n :] for s, n in zip(scores, tokens, strict=True)]
 
 
-def _accepted(backend: Accepting) -> dict[str, float]:
-    found = backend.take_each()
+def _accepted(backend: Accepting, temperature: float) -> dict[str, float]:
+    found = backend.take_each(temperature)
     return {kind: found.get(adapter_name(version), float("nan")) for kind, version in KINDS.items()}

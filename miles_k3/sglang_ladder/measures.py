@@ -59,13 +59,17 @@ def next_update(engine: SglangEngine, config: AdapterConfig, tensors: Adapter) -
 
 
 def answers(
-    engine: SglangEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, versions: Sequence[int | None]
+    engine: SglangEngine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    versions: Sequence[int | None],
 ) -> list[Completion]:
-    """All prompts at once, each under its version."""
+    """All prompts at once, each under its version, and with its own parameters where there are several."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
 
     async def run() -> list[Completion]:
         return list(await asyncio.gather(
-            *(engine.generate(p, params, adapter_version=v) for p, v in zip(prompts, versions, strict=True))
+            *(engine.generate(p, s, adapter_version=v) for p, s, v in zip(prompts, each, versions, strict=True))
         ))  # fmt: skip
 
     return asyncio.run(run())

@@ -161,7 +161,7 @@ def _logprobs_stub() -> None:
 
 def _check() -> Any:
     """SGLang's own check of LoRA's arguments beside a draft: passed with its algorithm in place; refused where requests
-    verify different numbers of tokens, and with another kind of draft."""
+    verify different numbers of tokens, where acceptance is supposed, and with another kind of draft."""
     from sglang.srt.server_args import ServerArgs
 
     options = bare(
@@ -171,9 +171,10 @@ def _check() -> Any:
     )  # fmt: skip
     options.check_lora_server_args()
     found = [options.speculative_algorithm]
-    os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"
-    found.append(outcome(options.check_lora_server_args).partition(",")[0])
-    del os.environ["SGLANG_RAGGED_VERIFY_MODE"]
+    for name, value in (("SGLANG_RAGGED_VERIFY_MODE", "compact"), ("SGLANG_SIMULATE_ACC_LEN", "2.5")):
+        os.environ[name] = value
+        found.append(outcome(options.check_lora_server_args).partition(",")[0].partition(": a ")[0])
+        del os.environ[name]
     object.__setattr__(options, "speculative_algorithm", "EAGLE")
     return [*found, outcome(options.check_lora_server_args).partition(" is")[0]]
 

@@ -43,7 +43,12 @@ EXPECTED: dict[str, tuple[Any, Any]] = {
     ),
     "draft_allowed": (
         "ValueError: Currently LoRA is only compatible with NGRAM",
-        ["DSPARK", "ValueError: SGLANG_RAGGED_VERIFY_MODE is compact", "ValueError: Currently LoRA"],
+        [
+            "DSPARK",
+            "ValueError: SGLANG_RAGGED_VERIFY_MODE is compact",
+            "ValueError: SGLANG_SIMULATE_ACC_LEN is 2.5",
+            "ValueError: Currently LoRA",
+        ],
     ),
 }
 

@@ -16,7 +16,7 @@ from miles_k3.k3.config import K3Config
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.sglang.arguments import Machine, server_arguments, sglang_problems
 from miles_k3.rollout.sglang.engine import SglangEngine
-from miles_k3.rollout.sglang.hooks.draft_allowed import refuse_ragged
+from miles_k3.rollout.sglang.hooks.draft_allowed import refuse_ragged, refuse_supposed
 from miles_k3.rollout.sglang.hooks.expect import expect_parameters
 from miles_k3.rollout.sglang.hooks.graph_buffers import rows_of
 from miles_k3.rollout.sglang.hooks.verify_batch import rows_per_request
@@ -60,6 +60,7 @@ def test_the_published_draft_is_told_with_room_for_what_is_verified(config: K3Co
         ((), {"num_target_layers": None}, 'takes the draft\'s own 5 .* add "num_target_layers": 93'),
         (("algorithm.routing_replay=true",), {}, "beside algorithm.routing_replay"),
         (("rollout.sglang.disaggregation.transfer=nixl",), {}, "beside rollout.sglang.disaggregation"),
+        (("rollout.sglang.dcp=4", "rollout.sglang.attention=cutedsl_mla"), {}, "beside rollout.sglang.dcp"),
         (("rollout.sglang.unified_memory=true",), {}, "unified_memory is true beside rollout.sglang.draft"),
     ],
 )
@@ -94,6 +95,12 @@ def test_other_verify_modes_are_refused() -> None:
     refuse_ragged("static")
     with pytest.raises(ValueError, match="SGLANG_RAGGED_VERIFY_MODE is compact"):
         refuse_ragged("compact")
+
+
+def test_a_supposed_acceptance_is_refused() -> None:
+    refuse_supposed(-1.0)
+    with pytest.raises(ValueError, match=r"SGLANG_SIMULATE_ACC_LEN is 1: .* without being judged; unset it"):
+        refuse_supposed(1.0)
 
 
 def test_rows_of_a_captured_request() -> None:
