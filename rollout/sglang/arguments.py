@@ -230,8 +230,9 @@ def _draft_problems(c: K3Config, recipe: Recipe) -> Iterator[str]:
             f"{key} beside algorithm.routing_replay: SGLang's DSpark worker doesn't hand out the experts of what it "
             "verified; set one of them back"
         )
-    if own.disaggregation.transfer != "off":
-        yield f"{key} beside rollout.sglang.disaggregation, which nobody has tried with adapters; set one of them back"
+    for name, there in (("disaggregation", own.disaggregation.transfer != "off"), ("dcp", own.dcp > 1)):
+        if there:
+            yield f"{key} beside rollout.sglang.{name}, which nobody has tried with adapters; set one of them back"
 
 
 def _memory_problems(recipe: Recipe) -> Iterator[str]:

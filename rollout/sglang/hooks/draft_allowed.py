@@ -1,6 +1,7 @@
 """DSpark beside LoRA, which SGLang refuses at its start. The last hook of those that this takes.
 
-Only with as many verified tokens of every request (`static`, SGLang's default): see `verify_batch`.
+Only with as many verified tokens of every request (`static`, SGLang's default): see `verify_batch`. And only where what
+is accepted is judged: SGLang can be told to suppose it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ def refuse_ragged(mode: str) -> None:
         )
 
 
+def refuse_supposed(length: float) -> None:
+    """Raise ValueError where SGLang would commit drafted tokens up to a length that it is told, whatever they are."""
+    if length > 0:
+        raise ValueError(
+            f"SGLANG_SIMULATE_ACC_LEN is {length:g}: a draft's tokens would be committed without being judged; unset it"
+        )
+
+
 def install() -> None:
+    from sglang.srt.environ import envs
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.speculative.ragged_verify import read_ragged_verify_mode
 
@@ -35,6 +45,7 @@ def install() -> None:
             check(self)
             return
         refuse_ragged(read_ragged_verify_mode().value)
+        refuse_supposed(envs.SGLANG_SIMULATE_ACC_LEN.get())
         # Past its own guard against assignments: what it hides lasts no longer than this check.
         object.__setattr__(self, "speculative_algorithm", None)
         try:
