@@ -31,6 +31,7 @@ from miles_k3.assemble import (
 )
 from miles_k3.bench.engine import random_update
 from miles_k3.config import Recipe
+from miles_k3.config_speculative import SpeculativeSection
 from miles_k3.drafting import new_draft_config
 from miles_k3.errors import ConfigError
 from miles_k3.files import write_text
@@ -38,6 +39,7 @@ from miles_k3.k3.random_weights import random_base
 from miles_k3.launch import pick_device, refuse_other_engine
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.proposal import Speculative
+from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.draft_train import initial_weights
 from miles_k3.rollout.speculative.engine_costs import measure_engine
 from miles_k3.rollout.speculative.planner.choice import PlanMode
@@ -95,6 +97,7 @@ def bench_modes(
 ) -> list[Rate]:
     """Measure, write speculative.json and costs.json (what `rollout.speculative.costs` takes) into `out`."""
     refuse_other_engine(recipe, "bench speculative", "measures the embedded engine, the only one that drafts")
+    _refuse(recipe.rollout.speculative, plan)
     model = _random_model(recipe) if plan.random_weights else load_model(recipe, ALONE)
     speculative = _speculative(recipe, model, plan)
     engines = {mode: _engine(recipe, model, plan, speculative, mode) for mode in MODES}
@@ -225,13 +228,25 @@ def _engine(recipe: Recipe, model: Model, plan: BenchPlan, speculative: Speculat
     return make_embedded_engine(recipe, model, longest_sequence(recipe, model.config), speculative=how)
 
 
+def _refuse(section: SpeculativeSection, plan: BenchPlan) -> None:
+    """Raises ConfigError before a model is loaded for nothing."""
+    if section.draft is None and not plan.random_draft:
+        raise ConfigError(
+            "rollout.speculative.draft is null; name one with --set rollout.speculative.draft=FOLDER, or measure with "
+            "--random-draft"
+        )
+
+
 def _speculative(recipe: Recipe, model: Model, plan: BenchPlan) -> Speculative:
+    section = recipe.rollout.speculative.model_copy(update={"mode": "verify_all", "costs": None})
     if plan.random_draft:
         config = new_draft_config(model.config)
-        return Speculative(config=config, weights=initial_weights(config, seed=0))
-    found = speculative_of(recipe.rollout.speculative.model_copy(update={"mode": "verify_all"}), model.config)
-    if found is None:
-        raise ConfigError("rollout.speculative.draft is null; name a draft's folder, or measure with --random-draft")
+        return Speculative(
+            config=config, weights=initial_weights(config, seed=0), accept=AcceptMode(section.accept),
+            num_draft_tokens=section.num_draft_tokens, verify_tokens=section.verify_tokens,
+        )  # fmt: skip
+    found = speculative_of(section, model.config)
+    assert found is not None  # refused otherwise
     return found
 
 

@@ -146,7 +146,7 @@ def bench_speculative(
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds that count, after one that doesn't.")] = 5,
     known: Annotated[
         float | None,
-        typer.Option("--known", min=0.0, max=1.0, help="Pretend that each drafted token is right with this chance."),
+        typer.Option("--known", min=0.0, max=1.0, help="Suppose that each drafted token is accepted with this chance."),
     ] = None,
     random_draft: Annotated[bool, typer.Option("--random-draft", help="A new draft: costs, no acceptance.")] = False,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="The recipe's shapes only.")] = False,

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from miles_k3.bench import speculation
 from miles_k3.cli import app
+from miles_k3.errors import ConfigError
+from miles_k3.recipe import load_recipe
 from miles_k3.rollout.speculative.planner.cost import CostProfile
 
 
@@ -30,6 +32,23 @@ def test_modes_side_by_side(known: str, tmp_path: Path) -> None:
     assert accepted == ([0.0, 0.0] if known == "0.0" else [7.0, 7.0])
     assert [c.requests for c in CostProfile.load(tmp_path / "costs.json").curves] == [1, 3]
     assert "| 3 | trim |" in result.output
+
+
+def test_no_draft_is_refused_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "load_model", lambda *_: pytest.fail("loads the model"))
+    with pytest.raises(ConfigError, match="or measure with --random-draft"):
+        CliRunner().invoke(app, ["bench", "speculative", "tiny-cpu", "--out", str(tmp_path)], catch_exceptions=False)
+
+
+def test_a_random_draft_is_measured_as_the_recipe_says() -> None:
+    keys = {"accept": "rejection", "num_draft_tokens": 3, "verify_tokens": 900}
+    recipe = load_recipe("tiny-cpu", [f"rollout.speculative.{key}={value}" for key, value in keys.items()]).recipe
+    plan = speculation.BenchPlan(
+        batches=(1,), new_tokens=2, rounds=1, known=None, random_draft=True, random_weights=True, temperature=1.0,
+        past_stop=False,
+    )  # fmt: skip
+    found = speculation._speculative(recipe, speculation._random_model(recipe), plan)
+    assert {key: getattr(found, key) for key in keys} == keys
 
 
 @pytest.mark.slow
