@@ -31,7 +31,7 @@ def train(
         Path | None, typer.Option("--from", metavar="FOLDER", help="A draft to go on from; otherwise a small new one.")
     ] = None,
     save_every: Annotated[int, typer.Option("--save-every", min=0, help="Steps between checkpoints.")] = 200,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of weights, samples and order.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Of weights, samples and order.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted training.")] = False,
 ) -> None:
     """Train a DSpark draft on answers that the recipe's policy, or a run's, samples itself; then measure how many of

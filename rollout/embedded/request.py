@@ -186,6 +186,8 @@ def judge_params(params: SamplingParams, has_tokenizer: bool) -> None:
         raise EngineError(f"top_k is {params.top_k}; expected 0 (keeps every token) or more")
     if params.max_new_tokens < 1:
         raise EngineError(f"max_new_tokens is {params.max_new_tokens}; expected at least 1")
+    if not -(2**63) <= params.seed < 2**63:
+        raise EngineError(f"seed is {params.seed}; expected a number of 64 bits, from -(2**63) to 2**63 - 1")
     if "" in params.stop:
         raise EngineError("a stop string is empty; it would end every answer at once")
     if params.stop and not has_tokenizer:

@@ -79,7 +79,7 @@ class DraftTrainer:
 
         Raises DataError when no answer has two tokens, and when the loss is not finite.
         """
-        generator = torch.Generator().manual_seed(self.at.seed * 1_000_003 + self.num_steps)
+        generator = torch.Generator().manual_seed((self.at.seed * 1_000_003 + self.num_steps) % 2**63)
         usable = [e for e in examples if e.num_anchors]
         if not usable:
             raise DataError(f"none of {len(examples)} answers has two tokens, so nothing can be drafted; sample longer")

@@ -88,6 +88,8 @@ def _tensors_of(*roots: object) -> list[torch.Tensor]:
         ([1], {"top_p": 1.5}, "top_p is 1.5"),
         ([1], {"top_k": -1}, "top_k is -1"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([1], {"seed": 2**63}, "seed is 9223372036854775808; expected a number of 64 bits"),
+        ([1], {"seed": -(2**63) - 1}, "seed is -9223372036854775809; expected"),
         ([1], {"stop": ("x",)}, "stop strings need a tokenizer"),
         ([1], {"stop": ("",)}, "a stop string is empty"),
     ],
@@ -98,6 +100,12 @@ def test_bad_requests(tokens: list[int], changes: dict, message: str) -> None:
         ask(engine, [tokens], dataclasses.replace(GREEDY, **changes))
     assert_idle(engine)
     assert len(ask(engine, [[1, 2]])[0].token_ids) == 8
+
+
+def test_every_seed_of_64_bits_draws_its_own() -> None:
+    seeds = (-1, 1, -(2**63), 2**63 - 1)
+    params = [dataclasses.replace(GREEDY, temperature=5.0, seed=seed) for seed in seeds]
+    assert len({ask(make_engine(), [[1, 2]], p)[0].token_ids for p in params}) == len(seeds)
 
 
 def test_a_version_that_is_not_live() -> None:

@@ -160,6 +160,12 @@ def test_the_asynchronous_client(served: Running) -> None:
     assert first == second
 
 
+def test_a_negative_seed_is_a_seed(client: openai.OpenAI) -> None:
+    own = by_engine(tokenizer().encode(PROMPT), seed=-1, temperature=3.0, max_new_tokens=24)
+    asked: Any = {"model": MODEL, "prompt": PROMPT, "temperature": 3.0, "max_tokens": 24}
+    assert client.completions.create(**asked, seed=-1).choices[0].text == own.text
+
+
 def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
     common: Any = {"model": MODEL, "prompt": "x", "max_tokens": 20, "temperature": 2.0}
     texts = {client.completions.create(**common, extra_body={"ignore_eos": True}).choices[0].text for _ in range(3)}
@@ -178,6 +184,8 @@ def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
         ({"temperature": "1"}, "temperature is '1': input should be a valid number"),
         ({"top_p": 0}, "top_p is 0: input should be greater than 0"),
         ({"n": 0}, "n is 0"),
+        ({"seed": 2**63}, "seed is 9223372036854775808: input should be less than 9223372036854775808"),
+        ({"seed": -(2**63) - 1}, "seed is -9223372036854775809: input should be greater than or equal to -9223372036"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"stop": ["a", ""]}, "stop"),
         ({"stop": ["a"] * 5}, "stop"),

@@ -130,6 +130,7 @@ def test_a_refused_update_never_reaches_sglang(update: Callable[[], AdapterUpdat
         ([1], {"top_p": 0.5}, "log-probabilities leave both out"),
         ([1], {"top_k": 3}, "log-probabilities leave both out"),
         ([1], {"stop": ("",)}, "a stop string is empty"),
+        ([1], {"seed": 2**63}, "seed is 9223372036854775808"),
         ([1], {"return_routed_experts": True}, "set algorithm.routing_replay: true"),
     ],
 )

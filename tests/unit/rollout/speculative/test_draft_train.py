@@ -18,10 +18,10 @@ from miles_k3.rollout.speculative.taps import target_states
 from miles_k3.types import SamplingParams
 
 
-def make_trainer(steps: int = 12, **changes: int) -> DraftTrainer:
+def make_trainer(steps: int = 12, *, seed: int = 0, **changes: int) -> DraftTrainer:
     config = small_config(**changes)
     embed, head = target_weights()[TEXT + "embed_tokens.weight"].float(), target_weights()[LM_HEAD].float()
-    at = DraftTraining(steps=steps, sequences_per_step=8, max_blocks=4, warmup_steps=2)
+    at = DraftTraining(steps=steps, seed=seed, sequences_per_step=8, max_blocks=4, warmup_steps=2)
     return DraftTrainer(config, initial_weights(config, 0), embed, head, at)
 
 
@@ -79,6 +79,10 @@ def test_answers_without_anything_to_draft_are_refused() -> None:
     trainer = make_trainer()
     with pytest.raises(DataError, match="none of 2 answers has two tokens"):
         trainer.step(random_examples([(3, 1), (4, 0)], trainer.model.config))
+
+
+def test_the_highest_seed_trains() -> None:
+    assert make_trainer(seed=2**63 - 1).step(examples())["train/loss"] > 0
 
 
 def test_the_rate_rises_and_falls() -> None:
