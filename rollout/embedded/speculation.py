@@ -192,6 +192,8 @@ class Speculator:
     ) -> Proposal | None:  # fmt: skip
         """What is verified of drafted blocks; None: nothing."""
         rejects, all_of_it = self._rejects, self.planner.verifies_all
+        if self.at.supposed_acceptance is not None:
+            confidence_RG = np.full_like(confidence_RG, self.at.supposed_acceptance)
         # Under rejection no budget may depend on what was drafted; whatever is behind a stop token is never committed.
         # Else what is accepted before a stop token gives it, as the policy's own token, and it isn't worth its row.
         useful_R = np.minimum(limits_R, up_to_stop(tokens_RG, requests, with_it=rejects or all_of_it))

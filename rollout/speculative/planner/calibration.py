@@ -19,12 +19,15 @@ from miles_k3.rollout.speculative.planner.isotonic import isotonic
 BINS = 20
 GOOD = 0.9  # acceptance of a position that is hardly known
 PRIOR = 8.0  # what is believed of a bin, or a position, before any observation counts as so many
+STALE = 0.02  # so much more may have been seen than what is believed is made of
 ROOM = 2.0  # that there is room for all of a block, as so many blocks
 
 
 @dataclass(slots=True, kw_only=True)
 class Calibration:
-    """Isotonic, per position. Without observations a confidence stands for itself.
+    """Isotonic, per position. Without observations a confidence stands for itself; the first ones move all of a
+    position's confidences up or down, and those of positions behind it half as much, since a draft that is too modest
+    would else not be believed before each bin has been tried.
 
     `room_G` counts blocks, of `blocks` in all, of which a position could be committed at all: answers end.
     """
@@ -35,7 +38,8 @@ class Calibration:
     room_G: NDArray[np.float64] = field(init=False)
     blocks: int = field(init=False, default=0)
     rounds: int = field(init=False, default=0)  # that changed what is believed
-    _fits: dict[int, NDArray[np.float64]] = field(init=False, default_factory=dict)  # by position
+    _fits: list[NDArray[np.float64]] = field(init=False, default_factory=list)  # by position, once asked for
+    _fitted_of: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.reached_GE = np.zeros((self.block_size, BINS))
@@ -58,13 +62,13 @@ class Calibration:
                 break  # nor any position behind it
             np.add.at(self.reached_GE[k], bins_RG[reached, k], 1.0)
             np.add.at(self.accepted_GE[k], bins_RG[reached & (accepted_R > k), k], 1.0)
-            self._fits.pop(k, None)
+        if self.reached_GE.sum() > (1 + STALE) * self._fitted_of:
+            self._fits.clear()
         self.rounds += 1
 
     def __call__(self, confidence_RG: NDArray[np.float64]) -> NDArray[np.float64]:
         """Calibrated acceptance of each position given that all before it are accepted: [R, G] in [0, 1]."""
-        for k in set(range(self.block_size)) - self._fits.keys():
-            self._fits[k] = self._fit(k)
+        self._fits = self._fits or self._fitted()
         centres = _centres()
         columns = [np.interp(confidence_RG[:, k], centres, self._fits[k]) for k in range(self.block_size)]
         return np.stack(columns, axis=1)
@@ -87,10 +91,20 @@ class Calibration:
         """Share of blocks of which each position could be committed: [G]. Unknown counts as all."""
         return (self.room_G + ROOM) / (self.blocks + ROOM)
 
-    def _fit(self, k: int) -> NDArray[np.float64]:
-        weights = self.reached_GE[k] + PRIOR
-        means = (self.accepted_GE[k] + PRIOR * _centres()) / weights
-        return np.array(isotonic(means.tolist(), weights.tolist()))
+    def _fitted(self) -> list[NDArray[np.float64]]:
+        fits, centres, self._fitted_of = [], _centres(), float(self.reached_GE.sum())
+        count = expected = accepted = 0.0  # of a position, and half of what was seen before it
+        for reached_E, accepted_E in zip(self.reached_GE, self.accepted_GE, strict=True):
+            count = count / 2 + reached_E.sum()
+            expected = expected / 2 + reached_E @ centres
+            accepted = accepted / 2 + accepted_E.sum()
+            prior_E = centres
+            if count:
+                mean = expected / count
+                prior_E = _moved(centres, mean, (accepted + PRIOR * mean) / (count + PRIOR))
+            weights_E = reached_E + PRIOR
+            fits.append(np.array(isotonic(((accepted_E + PRIOR * prior_E) / weights_E).tolist(), weights_E.tolist())))
+        return fits
 
     def to_json(self) -> dict[str, Any]:
         return {"reached": self.reached_GE.tolist(), "accepted": self.accepted_GE.tolist()}
@@ -104,6 +118,11 @@ class Calibration:
         out = cls(block_size=len(reached))
         out.reached_GE, out.accepted_GE = reached, accepted
         return out
+
+
+def _moved(chance_E: NDArray[np.float64], mean: float, to: float) -> NDArray[np.float64]:
+    """Chances of this mean scaled to another one: their failures where it is higher, so that none passes 1."""
+    return chance_E * (to / mean) if to < mean else 1.0 - (1.0 - chance_E) * ((1.0 - to) / (1.0 - mean))
 
 
 def _bins(confidence: NDArray[np.float64]) -> NDArray[np.int64]:

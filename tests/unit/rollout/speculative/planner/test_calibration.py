@@ -43,6 +43,21 @@ def test_overconfidence_is_learnt(trimmed: bool) -> None:
     assert np.abs(got - confidence)[:, 1].max() > 0.3
 
 
+def test_a_modest_draft_is_soon_believed() -> None:
+    """One request, 40 blocks cut after three tokens: confidences say nothing, and four of five tokens are accepted.
+    What is expected of a whole block, untried positions among it, is twice what the confidences say."""
+    calibration, rng = Calibration(block_size=7), np.random.default_rng(0)
+    for _ in range(40):
+        accepted = min(3, int(np.cumprod(rng.random(7) < 0.8).sum()))
+        calibration.observe(rng.random((1, 7)), np.array([3]), np.array([accepted]))
+    confidence = rng.random((200, 7))
+    expected = np.cumprod(calibration(confidence), axis=1).sum(1).mean()
+    true = np.cumprod(np.full(7, 0.8)).sum()
+    assert 0.6 * true < expected < 1.1 * true
+    said = np.cumprod(confidence, axis=1).sum(1).mean()
+    assert said < 0.35 * true
+
+
 def test_counts_are_of_reached_positions() -> None:
     calibration = Calibration(block_size=SIZE)
     confidence = np.full((3, SIZE), 0.5)
