@@ -26,13 +26,17 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the engine refused to go on, e.g. non-finite logits
 
 
+COLDEST = 1e-10  # the lowest temperature above 0: logits divided by less overflow
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How a request's tokens are drawn, and its place among others.
 
-    `temperature` 0 means greedy; log-probabilities are those of the processed distribution. `seed` fixes the draw of
-    every position of the request, whatever else shares its batch. Requests of higher `priority` run first; `protected`
-    ones have memory for their whole length from the start, and are never preempted.
+    `temperature` 0 means greedy, else it is at least COLDEST; log-probabilities are those of the processed
+    distribution. `seed` fixes the draw of every position of the request, whatever else shares its batch. Requests of
+    higher `priority` run first; `protected` ones have memory for their whole length from the start, and are never
+    preempted.
     """
 
     temperature: float = 1.0

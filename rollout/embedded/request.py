@@ -15,7 +15,7 @@ from miles_k3.protocols import OnTokens
 from miles_k3.rollout.cache.contract import Lease
 from miles_k3.rollout.embedded.text import Detokenizer, StopText, decode
 from miles_k3.rollout.speculative.planner.history import History
-from miles_k3.types import Completion, FinishReason, SamplingParams
+from miles_k3.types import COLDEST, Completion, FinishReason, SamplingParams
 
 
 class Stage(Enum):
@@ -178,8 +178,10 @@ def cache_keys(version: int) -> tuple[int, int]:
 
 def judge_params(params: SamplingParams, has_tokenizer: bool) -> None:
     """Raises EngineError on parameters that no request can be served with."""
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise EngineError(f"temperature is {params.temperature}; expected 0 (greedy) or a finite number above it")
+    if params.temperature and not COLDEST <= params.temperature < math.inf:
+        raise EngineError(
+            f"temperature is {params.temperature}; expected 0 (greedy) or a finite number from {COLDEST:g} on"
+        )
     if not 0 < params.top_p <= 1:
         raise EngineError(f"top_p is {params.top_p}; expected a number above 0 and at most 1 (1 keeps every token)")
     if params.top_k < 0:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from miles_k3.types import COLDEST
 
 # OpenAI's parameters that this server doesn't have, with the values at which they change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -22,11 +24,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 
+
+def _not_next_to_0(temperature: float) -> float:
+    if 0 < temperature < COLDEST:
+        raise ValueError(f"it is {temperature}; expected 0, which is greedy, or {COLDEST:g} or more")
+    return temperature
+
+
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Text = Annotated[str, Field(max_length=4_000_000)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
-Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_not_next_to_0)]
 TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]

@@ -84,6 +84,8 @@ def _tensors_of(*roots: object) -> list[torch.Tensor]:
         ([1] * 20, {}, "needs 7 cache pages and a state, more than the pool.*set rollout.num_pages: 7"),
         ([1], {"temperature": -0.5}, "temperature is -0.5"),
         ([1], {"temperature": float("nan")}, "temperature is nan"),
+        ([1], {"temperature": float("inf")}, "temperature is inf"),
+        ([1], {"temperature": 1e-45}, r"temperature is 1e-45; expected 0 \(greedy\) or a finite number from 1e-10 on"),
         ([1], {"top_p": 0.0}, "top_p is 0.0"),
         ([1], {"top_p": 1.5}, "top_p is 1.5"),
         ([1], {"top_k": -1}, "top_k is -1"),
@@ -100,6 +102,14 @@ def test_bad_requests(tokens: list[int], changes: dict, message: str) -> None:
         ask(engine, [tokens], dataclasses.replace(GREEDY, **changes))
     assert_idle(engine)
     assert len(ask(engine, [[1, 2]])[0].token_ids) == 8
+
+
+def test_the_coldest_temperature_is_as_good_as_greedy() -> None:
+    (greedy,), (cold,) = (
+        ask(make_engine(), [[1, 2]], dataclasses.replace(GREEDY, temperature=t)) for t in (0.0, 1e-10)
+    )
+    assert cold.token_ids == greedy.token_ids
+    assert cold.logprobs == (0.0,) * len(cold.token_ids)
 
 
 def test_every_seed_of_64_bits_draws_its_own() -> None:

@@ -181,6 +181,7 @@ def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
         ({"extra_body": {"invented": 1}}, "invented is not a supported parameter"),
         ({"logprobs": 3}, "logprobs is 3: input should be 0"),
         ({"temperature": -1}, "temperature is -1: input should be greater than or equal to 0"),
+        ({"temperature": 1e-45, "logprobs": 0}, "temperature is refused: it is 1e-45; expected 0, which is greedy"),
         ({"temperature": "1"}, "temperature is '1': input should be a valid number"),
         ({"top_p": 0}, "top_p is 0: input should be greater than 0"),
         ({"n": 0}, "n is 0"),
