@@ -23,9 +23,11 @@ from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
+from miles_k3.k3.draft_params import MARKOV_W2
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.rollout.embedded.request import Request
+from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.audit import CommitAudit
 from miles_k3.rollout.speculative.planner.choice import PlanMode
 from miles_k3.rollout.speculative.planner.cost import CostProfile
@@ -35,10 +37,16 @@ FREE = CostProfile.of([(1, 1, 1.0), (1, 8, 1.0)])  # positions cost nothing
 SMALL = {"num_hidden_layers": 3, "mla_layers": (1,)}  # the interpreter takes a second a step and layer
 
 
-def telling(answers: Sequence[Completion], *, recorded: bool, device: str, **options: Any) -> EmbeddedEngine:
+def telling(
+    answers: Sequence[Completion], *, recorded: bool, device: str, accept: AcceptMode = AcceptMode.COUPLED,
+    **options: Any,
+) -> EmbeddedEngine:  # fmt: skip
     """An engine on kernels whose draft knows most of these answers, with NaN in all free memory."""
     config = small_config(target_layer_ids=(0, 1, 2), markov_rank=256, block_size=3)
-    draft = Speculative(config=config, weights=telling_weights(config, [a.token_ids for a in answers]))
+    weights = telling_weights(config, [a.token_ids for a in answers])
+    if accept is AcceptMode.REJECTION:
+        weights[MARKOV_W2] = weights[MARKOV_W2] / 10  # sure of it, but not quite
+    draft = Speculative(config=config, weights=weights, accept=accept)
     graphs = recorded if device == "cuda" else None
     engine = make("fused", device=device, speculative=draft, cuda_graphs=graphs, **options)
     poison_before_steps(engine)
@@ -83,12 +91,19 @@ def asked(engine: EmbeddedEngine, count: int, tokens: int) -> list[Completion]:
     return answers + asyncio.run(run([i % 2 - 1 for i in range(count)]))
 
 
-def compare(device: str, count: int, tokens: int, **options: Any) -> dict[str, Any]:
-    """What differs of answers, and the largest difference of what requests hold after each step."""
+def compare(
+    device: str, count: int, tokens: int, accept: AcceptMode = AcceptMode.COUPLED, **options: Any
+) -> dict[str, Any]:
+    """What differs of answers, and the largest difference of what requests hold after each step. Under rejection,
+    whose answers are others than plain decoding's, those of launched kernels are what is expected."""
     expected = asked(make("plain", device=device, **options), count, tokens)
-    engines = [telling(expected, recorded=recorded, device=device, **options) for recorded in (False, True)]
+    engines = [
+        telling(expected, recorded=recorded, device=device, accept=accept, **options) for recorded in (False, True)
+    ]
     steps = [held(engine) for engine in engines]
     found = [asked(engine, count, tokens) for engine in engines]
+    if accept is AcceptMode.REJECTION:
+        expected = found[0]
     one, other = steps
     assert [len(s) for s in one] == [len(s) for s in other]
     worst = max((float((a - b).abs().max()) for s, t in zip(one, other, strict=True) for a, b in zip(s, t, strict=True)
@@ -100,6 +115,7 @@ def compare(device: str, count: int, tokens: int, **options: Any) -> dict[str, A
         "launched": differences(expected, found[0]), "recorded": differences(expected, found[1]), "held": worst,
         "wrong states": sum(e.speculator.audit.wrong for e in engines),  # type: ignore[union-attr]
         "counts differ": eager.speculator.counters != recorded.speculator.counters,
+        "drafted": recorded.speculator.counters["drafted_tokens"],
         "accepted": recorded.speculator.counters["accepted_tokens"],
         "graphs": 0 if recorded.runner.graphs is None else recorded.runner.graphs.num_recorded,
     }  # fmt: skip
