@@ -3,7 +3,8 @@
 # Triton types neither launches nor what a kernel sees.
 """Verify and fold of ReplaySSM (spec 6.6): a few tokens of KDA that leave the state alone, and the state moved on.
 
-Verify runs a request's positions one after the other with the state in registers, and keeps what would move it. Fold
+Verify first makes what needs no state, convolutions, norms and decays, and keeps what would move one; then it runs a
+request's positions one after the other with the state in registers. Fold
 replays as many of them as were accepted, in all layers and heads at once. Both run decode's own functions on tiles of
 decode's shape: what fold leaves is what decode would have left, bit for bit. The plain twins are
 `rollout.speculative.verify.kda_verify` with `short_conv_verify`, and `ReplayBuffer.fold_`.
@@ -53,14 +54,19 @@ def kda_verify_positions(raw_TD: Tensor, f_TNK: Tensor, beta_TN: Tensor, gate_TN
     out = raw_TD.new_empty(num_rows, heads, values)
     scratch = torch.empty(num_rows, heads, 3 * keys + values, device=raw_TD.device)
     at = [t[:, layer] for t in (kept.raw_TLD, kept.k_TLNK, kept.v_TLNV, kept.g_TLNK, kept.beta_TLN)]
-    if num_rows:
-        _verify[(heads, slot_B.shape[0])](
-            raw_TD, f_TNK, beta_TN, gate_TNV, weights.conv_D1W, weights.rate_N, weights.dt_bias_NK, weights.o_norm_V,
-            states_SNKV, windows_SWD, slot_B, cu_B1, *at, out, scratch, raw_TD.stride(0), f_TNK.stride(0),
-            beta_TN.stride(0), gate_TNV.stride(0), states_SNKV.stride(0), windows_SWD.stride(0), windows_SWD.stride(1),
-            *(t.stride(0) for t in at), weights.eps, weights.lower_bound, L2_EPS, keys**-0.5, HEADS=heads, KEYS=keys,
-            VALUES=values, **LAUNCH,
-        )  # fmt: skip
+    if not num_rows:
+        return out
+    grid, widths = (heads, slot_B.shape[0]), {"HEADS": heads, "KEYS": keys, "VALUES": values}
+    _prepare[grid](
+        raw_TD, f_TNK, beta_TN, weights.conv_D1W, weights.rate_N, weights.dt_bias_NK, windows_SWD, slot_B, cu_B1, *at,
+        scratch, raw_TD.stride(0), f_TNK.stride(0), beta_TN.stride(0), windows_SWD.stride(0), windows_SWD.stride(1),
+        *(t.stride(0) for t in at), weights.lower_bound, L2_EPS, keys**-0.5, **widths, **LAUNCH,
+    )  # fmt: skip
+    kept_beta_TN = at[-1]
+    _verify[grid](
+        kept_beta_TN, gate_TNV, weights.o_norm_V, states_SNKV, slot_B, cu_B1, out, scratch, kept_beta_TN.stride(0),
+        gate_TNV.stride(0), states_SNKV.stride(0), weights.eps, **widths, **LAUNCH,
+    )  # fmt: skip
     return out
 
 
@@ -99,25 +105,19 @@ def _convolved(first, second, third, raw, conv_ptr, channel, DTYPE: tl.constexpr
 
 
 @triton.jit
-def _verify(raw_ptr, f_ptr, beta_ptr, gate_ptr, conv_ptr, rate_ptr, dt_ptr, norm_ptr, state_ptr, window_ptr, slot_ptr,
-            cu_ptr, kept_raw, kept_k, kept_v, kept_g, kept_beta, out_ptr, scratch_ptr, raw_stride, f_stride,
-            beta_stride, gate_stride, state_stride, window_slot_stride, window_stride, kept_raw_stride, kept_k_stride,
-            kept_v_stride, kept_g_stride, kept_beta_stride, eps, lower_bound, l2_eps, scale, HEADS: tl.constexpr,
-            KEYS: tl.constexpr, VALUES: tl.constexpr):  # fmt: skip
-    """One head of one request: its taps and its state stay in registers from position to position."""
+def _prepare(raw_ptr, f_ptr, beta_ptr, conv_ptr, rate_ptr, dt_ptr, window_ptr, slot_ptr, cu_ptr, kept_raw, kept_k,
+             kept_v, kept_g, kept_beta, scratch_ptr, raw_stride, f_stride, beta_stride, window_slot_stride,
+             window_stride, kept_raw_stride, kept_k_stride, kept_v_stride, kept_g_stride, kept_beta_stride, lower_bound,
+             l2_eps, scale, HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr):  # fmt: skip
+    """All of one head's positions that needs no state: what moves it is kept, and passed on with the queries. The taps
+    stay in registers from position to position."""
     head, request = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slot_ptr + request).to(tl.int64)
+    if slot < 0:
+        return
     key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)
     row = tl.load(cu_ptr + request).to(tl.int64)
     end = tl.load(cu_ptr + request + 1).to(tl.int64)
-    if slot < 0:
-        at = row
-        while at < end:
-            tl.store(out_ptr + (at * HEADS + head) * VALUES + value, tl.zeros([VALUES], out_ptr.dtype.element_ty))
-            at += 1
-        return
-    state_at = state_ptr + slot * state_stride + head * (KEYS * VALUES) + key[:, None] * VALUES + value[None, :]
-    state = tl.load(state_at)
     window_ptr += slot * window_slot_stride
     qc, vc = head * KEYS + key, 2 * HEADS * KEYS + head * VALUES + value
     kc = HEADS * KEYS + qc
@@ -126,7 +126,7 @@ def _verify(raw_ptr, f_ptr, beta_ptr, gate_ptr, conv_ptr, rate_ptr, dt_ptr, norm
     q2, k2, v2 = tl.load(window_ptr + qc), tl.load(window_ptr + kc), tl.load(window_ptr + vc)
     window_ptr += window_stride
     q3, k3, v3 = tl.load(window_ptr + qc), tl.load(window_ptr + kc), tl.load(window_ptr + vc)
-    rate, dt, norm = tl.load(rate_ptr + head), tl.load(dt_ptr + head * KEYS + key), tl.load(norm_ptr + value)
+    rate, dt = tl.load(rate_ptr + head), tl.load(dt_ptr + head * KEYS + key)
     DTYPE: tl.constexpr = raw_ptr.dtype.element_ty
     TAP: tl.constexpr = window_ptr.dtype.element_ty
     while row < end:
@@ -149,14 +149,36 @@ def _verify(raw_ptr, f_ptr, beta_ptr, gate_ptr, conv_ptr, rate_ptr, dt_ptr, norm
         own_ptr = scratch_ptr + (row * HEADS + head) * (3 * KEYS + VALUES)
         pass_key(own_ptr, k, v, g, key, value, l2_eps, KEYS)
         pass_query(own_ptr, q, key, l2_eps, scale)
-        tl.debug_barrier()
-        state = advance(state, own_ptr, beta, key, value, KEYS)
-        gate = tl.load(gate_ptr + row * gate_stride + head * VALUES + value)
-        o = read(state, own_ptr, gate, norm, key, eps, VALUES)
-        tl.store(out_ptr + (row * HEADS + head) * VALUES + value, o.to(DTYPE))
         q1, q2, q3 = q2, q3, q4.to(TAP)
         k1, k2, k3 = k2, k3, k4.to(TAP)
         v1, v2, v3 = v2, v3, v4.to(TAP)
+        row += 1
+
+
+@triton.jit
+def _verify(beta_ptr, gate_ptr, norm_ptr, state_ptr, slot_ptr, cu_ptr, out_ptr, scratch_ptr, beta_stride, gate_stride,
+            state_stride, eps, HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr):  # fmt: skip
+    """One head of one request: its state stays in registers from position to position. `beta_ptr`: after its sigmoid."""
+    head, request = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slot_ptr + request).to(tl.int64)
+    key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    row = tl.load(cu_ptr + request).to(tl.int64)
+    end = tl.load(cu_ptr + request + 1).to(tl.int64)
+    if slot < 0:
+        at = row
+        while at < end:
+            tl.store(out_ptr + (at * HEADS + head) * VALUES + value, tl.zeros([VALUES], out_ptr.dtype.element_ty))
+            at += 1
+        return
+    state_at = state_ptr + slot * state_stride + head * (KEYS * VALUES) + key[:, None] * VALUES + value[None, :]
+    state = tl.load(state_at)
+    norm = tl.load(norm_ptr + value)
+    while row < end:
+        own_ptr = scratch_ptr + (row * HEADS + head) * (3 * KEYS + VALUES)
+        state = advance(state, own_ptr, tl.load(beta_ptr + row * beta_stride + head), key, value, KEYS)
+        gate = tl.load(gate_ptr + row * gate_stride + head * VALUES + value)
+        o = read(state, own_ptr, gate, norm, key, eps, VALUES)
+        tl.store(out_ptr + (row * HEADS + head) * VALUES + value, o.to(out_ptr.dtype.element_ty))
         row += 1
 
 
