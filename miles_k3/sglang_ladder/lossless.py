@@ -99,11 +99,11 @@ def _drafted(made: Taught, report: Report) -> Heard:
         for tensors in made.adapters:
             engine.load_adapter(measures.next_update(engine, ADAPTER, tensors))
         heard = Heard(greedy=_greedy(engine, made.prompts))
-        accepted(_accepted(backend, 0.0), report, drawn=False)
+        accepted("greedy", _accepted(backend, 0.0), NEW, report)
         start = time.monotonic()
         heard.drawn.update({kind: counted for kind, (counted, _) in _draw(engine, made, DRAWS).items()})
         report.note(drawn_s=round(time.monotonic() - start, 1))
-        accepted(_accepted(backend, 1.0), report, drawn=True)
+        accepted("drawn", _accepted(backend, 1.0), DEPTH, report)
         return heard
     raise RuntimeError("the engine with the draft gave no answers to compare")
 

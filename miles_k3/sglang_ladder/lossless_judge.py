@@ -63,11 +63,16 @@ def judge(plain: Heard, drafted: Heard, references: Mapping[str, Reference], rep
     _distribution("all kinds: draws with a draft", against_exact(groups), report, shows=True)
 
 
-def accepted(found: Mapping[str, float], report: Report, *, drawn: bool) -> None:
-    """Tokens of a verify by kind: the draft has to be right, and wrong, often enough for both to be tried."""
-    report.note(**{"accepted_drawn" if drawn else "accepted_greedy": dict(found)})
-    name = "drawn" if drawn else "greedy"
-    report.check(f"tokens of a verify, {name}, base", found["base"], limit=LEAST_ACCEPTED, at_least=True)
+def accepted(name: str, found: Mapping[str, float], tokens: int, report: Report) -> None:
+    """Tokens of a verify by kind, of answers of `tokens`: the draft has to be right, and wrong, often enough for both
+    to be tried.
+
+    SGLang divides all tokens by the verifies, the first one, of no verify, too: where nothing is accepted it says
+    tokens / (tokens - 1).
+    """
+    report.note(**{f"accepted_{name}": dict(found)})
+    least = LEAST_ACCEPTED * tokens / (tokens - 1)
+    report.check(f"tokens of a verify, {name}, base", found["base"], limit=least, at_least=True)
     report.check(f"tokens of a verify, {name}, least of all kinds", min(found.values()), limit=MOST_ACCEPTED)
 
 

@@ -25,7 +25,7 @@ class Report:
     def note(self, **entries: Any) -> None:
         """Numbers by name."""
         self.content |= entries
-        self._write([f"{name}: {json.dumps(_rounded(value))}" for name, value in entries.items()])
+        self._write([f"{name}: {json.dumps(_as_json(value, digits=4))}" for name, value in entries.items()])
 
     def check(self, name: str, value: float, *, limit: float, at_least: bool = False) -> None:
         """A number against its limit: at most it, or at least it. A number that isn't finite never holds."""
@@ -52,14 +52,16 @@ class Report:
         with self._lines.open("a") as file:
             file.writelines(f"{line}\n" for line in lines)
         whole = self._path.with_suffix(".new")
-        whole.write_text(json.dumps(self.content, indent=1) + "\n")
+        whole.write_text(json.dumps(_as_json(self.content), indent=1, allow_nan=False) + "\n")
         os.replace(whole, self._path)
 
 
-def _rounded(value: Any) -> Any:
-    """Four digits are enough to read."""
+def _as_json(value: Any, *, digits: int | None = None) -> Any:
+    """JSON has no number that isn't finite: null stands for it. Others with so many `digits` that they can be read."""
     if isinstance(value, float):
-        return float(f"{value:.4g}")
+        if not math.isfinite(value):
+            return None
+        return value if digits is None else float(f"{value:.{digits}g}")
     if isinstance(value, dict):
-        return {str(key): _rounded(part) for key, part in value.items()}
-    return [_rounded(part) for part in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): _as_json(part, digits=digits) for key, part in value.items()}
+    return [_as_json(part, digits=digits) for part in value] if isinstance(value, (list, tuple)) else value

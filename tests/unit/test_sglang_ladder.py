@@ -82,6 +82,9 @@ def test_the_steps_with_a_draft_go_through(
         assert report.content[f"{kind}_drafted_against_plain"]["tokens"] == 4 * dspark.NEW
         assert checks[f"{kind}: log-probabilities of the common start, mean"]
     assert not checks["tokens of a verify, where the draft knows them"], "a stand-in verifies nothing"
+    said = json.loads((tmp_path / "dspark.json").read_text(), parse_constant=pytest.fail)
+    assert said["drafted_adapter_accepted"] is None, "JSON has no NaN"
+    assert "drafted_adapter_accepted: null\n" in (tmp_path / "dspark.txt").read_text()
     assert not checks["committed against the same tokens as a prompt, mean"], "it scores prompts otherwise"
     assert no_gpu.told.count(("close",)) == 2
     again = Report(tmp_path / "dspark-eager.json")

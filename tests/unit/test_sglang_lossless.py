@@ -42,7 +42,7 @@ class Speaking(StandIn):
         self._draws, self._drafted = random.Random(drafted), drafted
         self._mistake = mistake if drafted != (mistake == "is noisy") else ""
         self._off = {"reports another": 0.02, "is noisy": 0.6}.get(self._mistake, 0.0)
-        self._accepted = {"proposes nothing": 1.0, "is always right": 4.0}.get(self._mistake, 2.0)
+        self._verified = {"proposes nothing": 1, "is always right": 9}.get(self._mistake, 2)  # tokens of a verify
 
     async def generate(
         self, tokens: Sequence[int], sampling: Mapping[str, Any], *, adapter: str | None, **_: Any
@@ -61,7 +61,8 @@ class Speaking(StandIn):
             said.append(token)
         meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": rows}
         if self._drafted:
-            meta["spec_accept_length"] = self._accepted
+            verifies = math.ceil((len(rows) - 1) / self._verified)
+            meta["spec_accept_length"] = len(rows) / verifies  # as SGLang counts: with the first token
         return {"output_ids": said[len(tokens) :], "meta_info": meta}
 
     def score(self, sequences: Sequence[Sequence[int]], adapter: str | None) -> list[Mapping[str, Any]]:
@@ -103,6 +104,9 @@ def test_an_honest_draft_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         assert report[f"{kind}_reference_off"]["max"] < 1e-6
     assert report["all_kinds_draws_with_a_draft"]["samples"] == 3600
     assert report["accepted_greedy"] == {"base": 2.0, "adapter": 2.0, "next": 2.0}
+    limits = {check["name"]: check["limit"] for check in report["checks"]}
+    assert limits["tokens of a verify, greedy, base"] > 10 / 9, "which SGLang says where nothing is accepted"
+    assert limits["tokens of a verify, drawn, base"] > 4 / 3
 
 
 def test_a_draft_that_is_believed_too_often_fails_the_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
