@@ -37,12 +37,14 @@ def check_recipe(recipe: Recipe, world: World = ALONE) -> list[Finding]:
         world = _assumed_world(recipe)
     if config is not None:
         _check_layout(found, recipe, config, world, assumed=assumed)
+        _check_draft(found, recipe)
     tokenizer = _check_tokenizer(found, recipe, config)
     if tokenizer is not None:
         _check_task(found, recipe, tokenizer)
     if config is not None:
         _check_disk(found, recipe, config)
-        if not layout_problems(config, recipe.trainer, world.size):
+        drafts = all(finding.ok or "draft" not in finding.name for finding in found)
+        if drafts and not layout_problems(config, recipe.trainer, world.size):
             _check_memory(found, recipe, config, world)
     return list(found)
 
@@ -93,6 +95,14 @@ def _check_layout(found: Findings, recipe: Recipe, config: K3Config, world: Worl
             f"{sizes}, dp {dp} on {world.size} ranks ({which}): start with "
             f"{train_command('RECIPE', world.size, world.local_size, world.launcher)}",
         )
+
+
+def _check_draft(found: Findings, recipe: Recipe) -> None:
+    """What is wrong with it was found with the layout."""
+    at = recipe.rollout.speculative
+    if at.mode != "off" and all(finding.name != "draft" for finding in found):
+        costs = {"trim": f", costs {at.costs or 'measured at the start'}"}.get(at.mode, "")
+        found.add("draft", True, f"{at.draft}: a draft of this model; {at.mode}, {at.accept}{costs}")
 
 
 def _assumed_world(recipe: Recipe) -> World:

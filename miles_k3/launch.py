@@ -5,16 +5,20 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from miles_k3.config import Recipe
-from miles_k3.errors import ConfigError, LaunchError
+from miles_k3.config_speculative import SpeculativeSection
+from miles_k3.errors import CheckpointError, ConfigError, EngineError, LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.parallel import layout_problems
 from miles_k3.rollout.sglang.arguments import named_problems
 from miles_k3.rollout.sglang.span import span_problems
 from miles_k3.rollout.sglang.versions import installed_version, version_problem
+from miles_k3.rollout.speculative.draft_io import check_draft
+from miles_k3.rollout.speculative.planner.cost import CostProfile
 from miles_k3.world import TORCHRUN, World
 
 
@@ -38,6 +42,7 @@ def named_launch_problems(
 ) -> Iterator[tuple[str, str]]:
     """The same, each behind the name of what it is about."""
     yield from (("device", text) for text in _device_problems(recipe, world))
+    yield from (("draft", text) for text in draft_problems(recipe.rollout.speculative, config))
     if recipe.rollout.engine == "sglang":
         yield from _sglang_problems(recipe, config, world)
     if training:
@@ -46,6 +51,25 @@ def named_launch_problems(
         yield from (("kernels", text) for text in _kernel_problems(recipe))
         if recipe.algorithm.routing_replay and not config.moe_layers:
             yield "routing", "algorithm.routing_replay is true but the model has no MoE layer; set it to false"
+
+
+def draft_problems(section: SpeculativeSection, config: K3Config) -> list[str]:
+    """What is wrong with the files of the embedded engine's draft, by headers alone, one sentence each."""
+    if section.mode == "off" or section.draft is None:
+        return []
+    try:
+        check_draft(section.draft, config)
+        if section.costs is not None:
+            CostProfile.load(Path(section.costs))
+    except (CheckpointError, EngineError) as error:
+        return str(error).splitlines()
+    return []
+
+
+def refuse_draft(section: SpeculativeSection, config: K3Config) -> None:
+    """Raises ConfigError with all of it, before a model is loaded for nothing."""
+    if problems := draft_problems(section, config):
+        raise ConfigError(problems)
 
 
 def refuse_other_engine(recipe: Recipe, command: str, why: str) -> None:

@@ -18,12 +18,12 @@ import torch
 from miles_k3.adapters.peft_io import load_peft
 from miles_k3.adapters.transport import publish
 from miles_k3.adapters.update import make_update
-from miles_k3.assemble import load_model, longest_sequence, make_embedded_engine
+from miles_k3.assemble import load_model, longest_sequence, make_embedded_engine, model_config
 from miles_k3.config import Recipe
 from miles_k3.config_speculative import SpeculativeSection
 from miles_k3.errors import ConfigError
 from miles_k3.files import write_text
-from miles_k3.launch import refuse_other_engine
+from miles_k3.launch import refuse_draft, refuse_other_engine
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.speculative.audit import CommitAudit
 from miles_k3.rollout.speculative.taps import target_states
@@ -138,6 +138,7 @@ def verify_lossless(
             "rollout.speculative.mode is off: nothing to verify; add --set rollout.speculative.mode=verify_all and "
             "--set rollout.speculative.draft=FOLDER"
         )
+    refuse_draft(recipe.rollout.speculative, model_config(recipe))
     model = load_model(recipe, ALONE)
     off = recipe.rollout.model_copy(update={"speculative": SpeculativeSection()})
     longest = longest_sequence(recipe, model.config)

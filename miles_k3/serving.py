@@ -17,7 +17,7 @@ from miles_k3.config import ModelSection, RolloutSection
 from miles_k3.errors import ConfigError, LaunchError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.weights import load_base
-from miles_k3.launch import pick_device
+from miles_k3.launch import pick_device, refuse_draft
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.server.adapters import Adapters
 from miles_k3.rollout.server.backend import Backend
@@ -125,6 +125,7 @@ def _engine(plan: ServePlan) -> tuple[EmbeddedEngine, object]:
             f"--max-sequence-tokens {plan.max_sequence_tokens}: the model takes {config.max_position_embeddings} "
             "(max_position_embeddings)"
         )
+    refuse_draft(rollout.speculative, config)
     tokenizer = load_tokenizer(model.path)
     base = load_base(
         model.path, config, dtype=DTYPES[model.dtype], device=pick_device(model.device), base_dtype=model.base_dtype

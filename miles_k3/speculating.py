@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -12,9 +13,11 @@ from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.draft_io import read_draft
-from miles_k3.rollout.speculative.engine_costs import measure_engine
+from miles_k3.rollout.speculative.engine_costs import in_words, measure_engine
 from miles_k3.rollout.speculative.planner.choice import PlanMode
 from miles_k3.rollout.speculative.planner.cost import CostProfile
+
+log = logging.getLogger(__name__)
 
 
 def speculative_of(section: SpeculativeSection, target: K3Config) -> Speculative | None:
@@ -30,6 +33,17 @@ def speculative_of(section: SpeculativeSection, target: K3Config) -> Speculative
 
 
 def measure_if_asked(engine: EmbeddedEngine, section: SpeculativeSection) -> None:
-    """Give the planner of mode `trim` the costs that the recipe doesn't name, by measuring them now."""
-    if section.mode == "trim" and section.costs is None and engine.speculator is not None:
-        engine.speculator.planner.profile = measure_engine(engine)
+    """Give the planner of mode `trim` the costs that the recipe doesn't name, by measuring them now; say where those
+    that it names are another engine's, which makes `trim` choose badly, not wrongly."""
+    if section.mode != "trim" or engine.speculator is None:
+        return
+    planner = engine.speculator.planner
+    if section.costs is None:
+        log.info("measuring what verifies and drafts cost")
+        planner.profile = measure_engine(engine)
+    elif planner.profile is not None and planner.profile.engine not in ("", in_words(engine)):
+        log.warning(
+            "%s was measured on another engine (%s) than this one (%s): trim may choose badly; measure again with "
+            "miles-k3 bench speculative, or leave rollout.speculative.costs out",
+            section.costs, planner.profile.engine, in_words(engine),
+        )  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,15 +25,17 @@ def read_draft(folder: str | Path, target: K3Config, dtype: torch.dtype) -> tupl
     Raises CheckpointError for a tensor that is missing, of another shape or dtype, not finite, or that the draft has no
     place for: a reader that skips unknown names drafts noise, and nothing says so.
     """
-    config = DraftConfig.from_folder(folder)
-    config.refuse_target(target, str(folder))
-    with Checkpoint(folder) as checkpoint:
-        params = [_as_stored(p, checkpoint) for p in draft_params(config)]
-        checkpoint.require(params)
+    with _opened(folder, target) as (config, checkpoint, params):
         weights = {p.name: checkpoint.read(p).to(dtype) for p in params}
     if bad := [name for name, tensor in weights.items() if not torch.isfinite(tensor).all()]:
         raise CheckpointError(f"{folder}: tensor {bad[0]} isn't finite (of {len(bad)}); copy the file again")
     return config, weights
+
+
+def check_draft(folder: str | Path, target: K3Config) -> None:
+    """Whether `read_draft` would find every tensor, by config.json and headers alone. Raises CheckpointError."""
+    with _opened(folder, target):
+        pass
 
 
 def write_draft(folder: str | Path, config: DraftConfig, weights: Mapping[str, Tensor]) -> None:
@@ -41,6 +44,16 @@ def write_draft(folder: str | Path, config: DraftConfig, weights: Mapping[str, T
         folder, list(draft_params(config)), lambda p: weights[p.name].to(torch.bfloat16),
         extra_files={"config.json": json.dumps(config.to_json(), indent=1) + "\n"},
     )  # fmt: skip
+
+
+@contextmanager
+def _opened(folder: str | Path, target: K3Config) -> Iterator[tuple[DraftConfig, Checkpoint, list[Param]]]:
+    config = DraftConfig.from_folder(folder)
+    config.refuse_target(target, str(folder))
+    with Checkpoint(folder) as checkpoint:
+        params = [_as_stored(p, checkpoint) for p in draft_params(config)]
+        checkpoint.require(params)
+        yield config, checkpoint, params
 
 
 def _as_stored(p: Param, checkpoint: Checkpoint) -> Param:

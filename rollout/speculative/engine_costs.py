@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -41,13 +42,24 @@ def measure_engine(engine: EmbeddedEngine, loads: Sequence[int] | None = None, *
     speculator.planner.calibration = Calibration(block_size=calibration.block_size)
     try:
         with torch.inference_mode():
-            return measure_costs(
+            profile = measure_costs(
                 scratch.verify, scratch.draft, [n for n in found if n <= most], speculator.at.longest - 1,
                 repeats=repeats, clock=engine.runner.clock, tiers=_tiers(engine),
             )  # fmt: skip
+        return replace(profile, engine=in_words(engine))
     finally:
         scratch.close()
         speculator.counters, speculator.planner.calibration, speculator.audit = counters, calibration, audit
+
+
+def in_words(engine: EmbeddedEngine) -> str:
+    """What costs depend on, for who names a file of them."""
+    c, device = engine.config, engine.pool.device
+    draft = engine.speculator.at.config if engine.speculator else None
+    drafting = "" if draft is None else f"; a draft of {draft.num_hidden_layers} layers, blocks of {draft.block_size}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    dtype = str(engine.runner.model.weights.embed.dtype).removeprefix("torch.")
+    return f"{c.num_hidden_layers} layers of {c.hidden_size}, {c.num_experts} experts{drafting}; {dtype} on {name}"
 
 
 def _tiers(engine: EmbeddedEngine) -> Tiers:

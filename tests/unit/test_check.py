@@ -15,10 +15,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from miles_k3 import check
 from miles_k3.check import check_recipe
 from miles_k3.config import Recipe
+from miles_k3.errors import LaunchError
 from miles_k3.findings import Finding, Level, print_findings
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.params import iter_params
 from miles_k3.k3.safetensors_io import TORCH_DTYPE, write_checkpoint
+from miles_k3.launch import refuse_launch
 from miles_k3.plan import planner
 from miles_k3.recipe import load_recipe
 from miles_k3.rollout.sglang.span import span_problems
@@ -26,6 +28,7 @@ from miles_k3.rollout.tasks import rewards
 from miles_k3.types import Grade
 from miles_k3.world import ALONE, World
 
+ASSETS = Path(__file__).parents[2] / "assets"
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
@@ -244,6 +247,31 @@ def test_engines_over_several_ranks_are_checked_as_launch_starts_them(monkeypatc
     told = [f for f in check_recipe(load_recipe("k3-16xgb300").recipe) if f.name == "layout"]
     assert [f.ok for f in told] == [True], told
     assert told[0].text.endswith("start with miles-k3 launch RECIPE")
+
+
+ONE_COST = '{"curves": [{"requests": 1, "draft_s": 0, "positions": [1], "seconds": [1]}]}'
+
+
+@pytest.mark.usefixtures("instant_grades")
+def test_a_draft_and_its_costs_are_read_before_anything_is_loaded(tmp_path: Path) -> None:
+    draft, costs = tmp_path / "draft", tmp_path / "costs.json"
+    shutil.copytree(ASSETS / "tiny-k3-draft", draft)
+    costs.write_text(ONE_COST)
+    on = [f"rollout.speculative.draft={draft}", "rollout.speculative.mode=trim", f"rollout.speculative.costs={costs}"]
+    recipe = load_recipe("tiny-cpu", on).recipe
+
+    def found() -> list[Finding]:
+        return [f for f in check_recipe(recipe) if f.name in ("draft", "memory")]
+
+    assert [(f.name, f.ok) for f in found()][:2] == [("draft", True), ("memory", True)]
+    costs.write_text("{}")
+    assert [(f.name, f.ok) for f in found()] == [("draft", False)]
+    weights = draft / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:9000])
+    (told,) = found()
+    assert "the file is truncated" in told.text
+    with pytest.raises(LaunchError, match="the file is truncated"):
+        refuse_launch(recipe, K3Config.from_folder(recipe.model.path), ALONE, training=False)
 
 
 @pytest.mark.usefixtures("instant_grades")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from miles_k3.rollout.embedded.runner import Runner
 from miles_k3.rollout.speculative.engine_costs import measure_engine, ragged
 from miles_k3.rollout.speculative.planner.choice import PlanMode
 from miles_k3.rollout.tasks.registry import make_task
+from miles_k3.speculating import measure_if_asked
 from miles_k3.types import SamplingParams
 from miles_k3.world import ALONE
 
@@ -39,7 +41,9 @@ def test_what_does_not_go_together(changes: tuple[str, ...], said: str) -> None:
         load_recipe("tiny-cpu", changes)
 
 
-def test_a_trimming_engine_measures_costs_and_forgets_the_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trimming_engine_measures_costs_and_forgets_the_measuring(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """On tokens that differ: equal ones share their experts, and cost a fraction of what a step costs."""
     measured: list[StepBatch] = []
     forward = Runner._forward
@@ -58,6 +62,15 @@ def test_a_trimming_engine_measures_costs_and_forgets_the_measuring(monkeypatch:
     assert planner.profile is not None
     assert [c.requests for c in planner.profile.curves] == [1, 4, 5]
     assert [c.positions for c in planner.profile.curves] == [tuple(n * k for k in range(1, 5)) for n in (1, 4, 5)]
+    assert planner.profile.engine == "8 layers of 96, 8 experts; a draft of 2 layers, blocks of 7; float32 on cpu"
+    named = recipe.rollout.speculative.model_copy(update={"costs": "costs.json"})
+    caplog.clear()
+    measure_if_asked(engine, named)
+    assert caplog.messages == []
+    planner.profile = dataclasses.replace(planner.profile, engine="61 layers of 7168")
+    measure_if_asked(engine, named)
+    (warning,) = caplog.messages
+    assert warning.startswith("costs.json was measured on another engine (61 layers of 7168) than this one (8 layers")
     assert engine.pool.num_held == 0
     assert not any(engine.stats()[name] for name in ("verify_steps", "drafted_tokens", "generated_tokens"))
     engine.speculator = None

@@ -85,10 +85,11 @@ def _padded(x: NDArray[np.int64], tiers: tuple[int, ...]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostProfile:
-    """Curves by load, ascending."""
+    """Curves by load, ascending. `engine`: in words, what was measured."""
 
     curves: tuple[Curve, ...]
     tiers: Tiers = UNPADDED
+    engine: str = ""
 
     def __post_init__(self) -> None:
         loads = [c.requests for c in self.curves]
@@ -148,8 +149,14 @@ class CostProfile:
     @classmethod
     def load(cls, path: Path) -> CostProfile:
         """Raises EngineError for a file that is no profile."""
+        otherwise = "name the costs.json of `miles-k3 bench speculative`, or none: they are measured at the start then"
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise EngineError(f"{path} can't be read ({error.strerror}); {otherwise}") from error
+        except ValueError as error:
+            raise EngineError(f"{path} is no JSON; {otherwise}") from error
+        try:
             curves = [
                 Curve(
                     requests=int(c["requests"]), draft_s=float(c["draft_s"]),
@@ -159,9 +166,11 @@ class CostProfile:
             ]  # fmt: skip
             padded = content.get("tiers", {})
             tiers = Tiers(**{name: tuple(int(n) for n in padded.get(name, ())) for name in ("requests", "positions")})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise EngineError(f"{path} is no cost profile ({error!r}); measure it again") from error
-        return cls(curves=tuple(curves), tiers=tiers)
+            return cls(curves=tuple(curves), tiers=tiers, engine=str(content.get("engine", "")))
+        except EngineError as error:
+            raise EngineError(f"{path}: {error}") from error
+        except (ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
+            raise EngineError(f"{path} is no cost profile; {otherwise}") from error
 
 
 def measure_costs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -50,11 +51,27 @@ def test_file_round_trip(tmp_path: Path) -> None:
     profile = CostProfile.of([(1, 1, 0.1), (1, 2, 0.30000000000000004), (7, 7, 1e-9)], {1: 0.01})
     profile.save(tmp_path / "costs.json")
     assert CostProfile.load(tmp_path / "costs.json") == profile
-    (tmp_path / "torn.json").write_text('{"curves": [{"requests": 1')
-    (tmp_path / "other.json").write_text('{"curves": [{"requests": 1}]}')
-    for name in ("torn.json", "other.json", "none.json"):
-        with pytest.raises(EngineError, match=f"{name} is no cost profile"):
-            CostProfile.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "can't be read"),
+        (b'{"curves": [{"requests": 1', "is no JSON"),
+        (b"\xff\xfe", "is no JSON"),
+        (b'{"curves": [{"requests": 1}]}', "is no cost profile; name the costs.json of `miles-k3 bench speculative`"),
+        (b"[]", "is no cost profile"),
+        (b'{"curves": []}', ": a cost profile needs curves"),
+        (b'{"curves": [{"requests": 1e400, "draft_s": 0, "positions": [1], "seconds": [1]}]}', "is no cost profile"),
+        (b'{"curves": [{"requests": 1, "draft_s": 0, "positions": [1], "seconds": [-1]}]}', ": a cost curve needs"),
+    ],
+)
+def test_what_is_no_profile_is_told_by_its_file(content: bytes | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(EngineError, match=re.escape(f"{path}") + ".?" + said):
+        CostProfile.load(path)
 
 
 def test_what_is_padded_alike_costs_the_same(tmp_path: Path) -> None:
