@@ -48,7 +48,7 @@ TIMINGS: Mapping[str, Timing] = {
     "rl": Timing(expected_s=120, limit_s=420, needs=(*_SGLANG, *_TRAINER)),
     "dspark": Timing(expected_s=260, limit_s=480, instead="dspark-eager"),
     "lossless": Timing(expected_s=210, limit_s=420, needs=(*_SGLANG, *_LESSONS)),
-    "golden-eager": Timing(expected_s=70, limit_s=240),
+    "golden-eager": Timing(expected_s=90, limit_s=240),
     "wide-lora-blocks": Timing(expected_s=130, limit_s=300),
     "dspark-eager": Timing(expected_s=130, limit_s=300),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from miles_k3.k3.config import K3Config
 from miles_k3.rollout.sglang.backend import Backend
@@ -29,6 +30,7 @@ from miles_k3.types import SamplingParams
 MEAN, CORRELATION = 0.05, 0.998  # of a right fp32 implementation against the stored figures
 SELF_MEAN = 0.02  # of SGLang against the stored figures of itself: twice what it repeated itself within then, 0.010
 STEPS_OF_LEAK, LEAK_BYTES = 20, 64 << 20
+PAUSED_NEW = 256  # tokens of an answer that is paused: most of a second
 
 
 class Recorded:
@@ -76,16 +78,15 @@ def golden_engine(
 def golden(work: Path, report: Report) -> None:
     """With CUDA graphs: everything that this checkpoint can show."""
     with golden_engine(work, report, graphs=True) as (engine, backend, config, folder):
-        tensors = golden_adapter(folder)
+        tensors, scores = golden_adapter(folder), dict[str, list[Tensor]]()
         parts: dict[str, Callable[[], None]] = {
-            "scores": lambda: _scores(engine, tensors, report),
+            "scores": lambda: scores.update(_scores(engine, tensors, report)),
             "decode": lambda: _decode(engine, report),
             "versions": lambda: _versions(engine, backend, tensors, report),
             "sleep": lambda: _sleeps(engine, report),
             "leaks": lambda: _leaks(engine, tensors, report),
-            "embedded": lambda: _embedded(
-                config, with_released_dtypes(folder, work / "golden-released"), tensors, engine, report
-            ),
+            "embedded": lambda: _embedded(work, config, tensors, scores, report),
+            "pauses": lambda: _pauses(engine, report),
         }
         for name, part in parts.items():
             with report.part(name):
@@ -94,15 +95,18 @@ def golden(work: Path, report: Report) -> None:
 
 def golden_eager(work: Path, report: Report) -> None:
     """Without CUDA graphs: the same figures again."""
-    with golden_engine(work, report, graphs=False) as (engine, _, _, folder):
+    with golden_engine(work, report, graphs=False) as (engine, _, config, folder):
+        tensors, scores = golden_adapter(folder), dict[str, list[Tensor]]()
         with report.part("scores"):
-            _scores(engine, golden_adapter(folder), report)
+            scores.update(_scores(engine, tensors, report))
         with report.part("decode"):
             _decode(engine, report)
+        with report.part("embedded"):
+            _embedded(work, config, tensors, scores, report)
 
 
-def _scores(engine: SglangEngine, tensors: measures.Adapter, report: Report) -> None:
-    """Leaves the golden adapter loaded."""
+def _scores(engine: SglangEngine, tensors: measures.Adapter, report: Report) -> dict[str, list[Tensor]]:
+    """Of base and adapter, too. Leaves the golden adapter loaded."""
     prompts, _, base, _ = golden_scores("base")
     lora = golden_scores("lora")[2]
     noise = measures.noise(engine, prompts)
@@ -117,6 +121,7 @@ def _scores(engine: SglangEngine, tensors: measures.Adapter, report: Report) -> 
         report.note(**{f"{name}_against_stored": found})
         report.check(f"{name} against SGLang's stored scores, mean", found["mean"], limit=limit)
         report.check(f"{name}, correlation", found["correlation"], limit=CORRELATION, at_least=True)
+    return scores
 
 
 def _decode(engine: SglangEngine, report: Report) -> None:
@@ -135,23 +140,26 @@ def _decode(engine: SglangEngine, report: Report) -> None:
     report.check("adapter, their log-probabilities, mean", decode["mean"], limit=MEAN)
 
 
-def _embedded(config: K3Config, folder: Path, tensors: measures.Adapter, engine: SglangEngine, report: Report) -> None:
-    """Our own engine on the same GPU, base and adapter, in fp32: it equals the adapter merged into the weights."""
+def _embedded(
+    work: Path, config: K3Config, tensors: measures.Adapter, scores: Mapping[str, list[Tensor]], report: Report
+) -> None:
+    """SGLang's scores against our own engine's on the same GPU in fp32, where an adapter equals the weights merged."""
     from miles_k3.adapters.update import make_update
     from miles_k3.k3.weights import load_base
     from miles_k3.rollout.embedded.engine import EmbeddedEngine
 
-    prompts = golden_scores("base")[0]
+    prompts, folder = golden_scores("base")[0], with_released_dtypes(golden_checkpoint(work), work / "golden-released")
     base = load_base(folder, config, dtype=torch.float32, device=torch.device("cuda"), base_dtype="bf16")
     own = EmbeddedEngine(base, config, max_lora_rank=ADAPTER.rank, max_sequence_tokens=768, max_running=8)
-    own.load_adapter(make_update(0, ADAPTER, dict(tensors)))
-    engine.load_adapter(measures.next_update(engine, ADAPTER, tensors))
-    found = measures.closeness(engine.score(prompts), own.score(prompts))
-    report.note(adapter_against_embedded_fp32=found)
-    report.check("adapter against the embedded engine in fp32, mean", found["mean"], limit=MEAN)
-    report.check(
-        "adapter against the embedded engine, correlation", found["correlation"], limit=CORRELATION, at_least=True
-    )
+    for name in ("base", "adapter"):
+        if name == "adapter":
+            own.load_adapter(make_update(0, ADAPTER, dict(tensors)))
+        found = measures.closeness(scores[name], own.score(prompts))
+        report.note(**{f"{name}_against_embedded_fp32": found})
+        report.check(f"{name} against the embedded engine in fp32, mean", found["mean"], limit=MEAN)
+        report.check(
+            f"{name} against the embedded engine, correlation", found["correlation"], limit=CORRELATION, at_least=True
+        )
     own.close()
     del own, base
     torch.cuda.empty_cache()
@@ -190,6 +198,20 @@ def _sleeps(engine: SglangEngine, report: Report) -> None:
     report.note(sleep_frees_bytes=asleep - awake, scores_after_wake=again)
     report.check("sleep frees memory, bytes", asleep - awake, limit=64 << 20, at_least=True)
     report.check("scores after sleep and wake, mean", again["mean"], limit=SELF_MEAN)
+
+
+def _pauses(engine: SglangEngine, report: Report) -> None:
+    """A greedy answer that is held in the midst, with its memory and without, against the same one undisturbed."""
+    prompt, params = golden_scores("base")[0][0], SamplingParams(temperature=0.0, max_new_tokens=PAUSED_NEW)
+    (whole,) = measures.answers(engine, [prompt], params, [None])
+    for name, retract in (("in place", False), ("retracted", True)):
+        answer, moved = measures.paused(engine, prompt, params, retract=retract)
+        n = measures.common_tokens(answer.token_ids, whole.token_ids)
+        found = measures.closeness([torch.tensor(answer.logprobs[:n])], [torch.tensor(whole.logprobs[:n])])
+        report.note(**{f"paused_{name.replace(' ', '_')}": {**found, "tokens": n, "while_paused": moved}})
+        report.check(f"paused {name}: tokens that come all the same", moved, limit=0)
+        report.check(f"paused {name}: tokens of the answer", len(answer.token_ids), limit=PAUSED_NEW, at_least=True)
+        report.check(f"paused {name}: log-probabilities of the common start, mean", found["mean"], limit=MEAN)
 
 
 def _leaks(engine: SglangEngine, tensors: measures.Adapter, report: Report) -> None:

@@ -16,6 +16,7 @@ from miles_k3.rollout.sglang.engine import SglangEngine
 from miles_k3.types import AdapterConfig, AdapterUpdate, Completion, SamplingParams
 
 Adapter = Mapping[str, Tensor]
+SETTLE_S, PAUSED_S = 0.2, 0.5  # until a pause holds, tokens under way included; and for how long it is watched then
 
 
 def closeness(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> dict[str, float]:
@@ -121,6 +122,36 @@ def prefix_hits(
     answers(engine, [prompt], params, [engine.adapter_version - 1])
     found["old_version"] = cached()
     return found
+
+
+def paused(
+    engine: SglangEngine, prompt: Sequence[int], params: SamplingParams, *, retract: bool
+) -> tuple[Completion, int]:
+    """An answer under the newest version that is paused behind its first tokens and goes on later; and how many tokens
+    came while it was paused."""
+
+    async def run() -> tuple[Completion, int]:
+        heard, begun = list[int](), asyncio.Event()
+
+        def hear(tokens: Sequence[int], _: Sequence[float]) -> None:
+            heard.extend(tokens)
+            begun.set()
+
+        answer = asyncio.ensure_future(engine.generate(prompt, params, on_tokens=hear))
+        first = asyncio.ensure_future(begun.wait())
+        await asyncio.wait({answer, first}, return_when=asyncio.FIRST_COMPLETED)
+        first.cancel()
+        await asyncio.to_thread(engine.pause, retract=retract)
+        try:
+            await asyncio.sleep(SETTLE_S)
+            before = len(heard)
+            await asyncio.sleep(PAUSED_S)
+            moved = len(heard) - before
+        finally:
+            await asyncio.to_thread(engine.unpause)
+        return await answer, moved
+
+    return asyncio.run(run())
 
 
 def swap_seconds(

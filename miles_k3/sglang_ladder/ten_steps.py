@@ -19,7 +19,7 @@ from miles_k3.sglang_ladder.report import Report
 from miles_k3.types import AdapterUpdate
 
 STEPS, MISMATCH, KEPT_BYTES = 10, 2e-2, 32 << 20
-_METRICS = ("train/mismatch_abs", "rollout/reward", "time/step_s", "sync/load_s")
+_METRICS = ("train/mismatch_abs", "train/importance_weight", "rollout/reward", "time/step_s", "sync/load_s")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 

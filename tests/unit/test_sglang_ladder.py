@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.sglang_stand_in import StandIn
+from helpers.sglang_stand_in import CONFIG, StandIn
 
-from miles_k3.sglang_ladder import control, dspark, golden, wide
+from miles_k3.rollout.sglang.backend import OnProgress
+from miles_k3.rollout.sglang.engine import SglangEngine
+from miles_k3.sglang_ladder import control, dspark, golden, measures, wide
 from miles_k3.sglang_ladder.measures import closeness, zero_b
 from miles_k3.sglang_ladder.report import Report
 from miles_k3.sglang_ladder.steps import steps
-from miles_k3.types import Completion, FinishReason
+from miles_k3.types import Completion, FinishReason, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +34,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     monkeypatch.setattr(golden, "_free_bytes", lambda: 0)
     monkeypatch.setattr(golden, "_embedded", lambda *_: None)
     monkeypatch.setattr(golden, "STEPS_OF_LEAK", 2)
+    for name in ("SETTLE_S", "PAUSED_S"):
+        monkeypatch.setattr(measures, name, 0.05)
     monkeypatch.setattr(wide, "_used_bytes", lambda: 0)
     return backend
 
@@ -45,13 +52,14 @@ def test_the_golden_step_goes_through(no_gpu: StandIn, work: Path, tmp_path: Pat
     said = json.loads((tmp_path / "golden.json").read_text())
     assert said["noise"]["mean"] == 0
     assert said["errors"] == {}
-    assert set(said["part_s"]) == {"scores", "decode", "versions", "sleep", "leaks", "embedded"}
+    assert set(said["part_s"]) == {"scores", "decode", "versions", "sleep", "leaks", "embedded", "pauses"}
     names = {check["name"]: check["ok"] for check in said["checks"]}
     assert names["zero-B adapter against base, mean"]
     assert not names["base against SGLang's stored scores, mean"], "it gives -1 for everything"
     assert not names["base, correlation"], "NaN holds no limit"
     assert not names["sleep frees memory, bytes"]
     assert ("close",) in no_gpu.told
+    assert [told[1] for told in no_gpu.told if told[0] == "pause"] == ["in_place", "retract"]
     assert {"mixed_batch", "prefix_hits", "swap_small_adapter", "lost_bytes"} <= set(said)
 
 
@@ -104,6 +112,48 @@ def a_completion(tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Comple
     return Completion(
         token_ids=tokens, logprobs=logprobs, text="", finish_reason=FinishReason.LENGTH, adapter_version=0
     )
+
+
+class Slow(StandIn):
+    """A token each 5 ms; `deaf`: also while it is paused."""
+
+    def __init__(self, *, deaf: bool) -> None:
+        super().__init__()
+        self._deaf, self._free = deaf, threading.Event()
+        self._free.set()
+
+    async def generate(
+        self, tokens: Sequence[int], sampling: Mapping[str, Any], *, on_progress: OnProgress | None, **_: Any
+    ) -> Mapping[str, Any]:
+        rows = [(self.logprob, token, None) for token in range(sampling["max_new_tokens"])]
+        assert on_progress is not None
+        for i in range(len(rows)):
+            while not self._deaf and not self._free.is_set():
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.005)
+            on_progress([row[1] for row in rows[: i + 1]], rows[: i + 1])
+        return {
+            "output_ids": [row[1] for row in rows],
+            "meta_info": {"finish_reason": {"type": "length"}, "output_token_logprobs": rows},
+        }
+
+    def pause(self, mode: str) -> None:
+        self._free.clear()
+
+    def unpause(self) -> None:
+        self._free.set()
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("deaf", [False, True])
+def test_what_comes_during_a_pause_is_counted(deaf: bool) -> None:
+    engine = SglangEngine(
+        Slow(deaf=deaf), CONFIG, tokenizer=None, adapter_config=None, max_lora_rank=4, max_sequence_tokens=64
+    )
+    params = SamplingParams(temperature=0.0, max_new_tokens=40)
+    answer, moved = measures.paused(engine, [1, 2], params, retract=False)
+    assert len(answer.token_ids) == 40
+    assert (moved > 0) == deaf
 
 
 @pytest.mark.usefixtures("no_gpu")
