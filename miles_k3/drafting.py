@@ -72,7 +72,10 @@ def train_draft(recipe: Recipe, adapter: Path | None, out: Path, plan: DraftPlan
     Raises ConfigError when `out` holds something else, or was begun with other settings.
     """
     refuse_other_engine(recipe, "draft train", "learns from hidden states that only the embedded engine hands out")
-    settings = {"model": recipe.model.path, "adapter": str(adapter) if adapter else None, **asdict(plan)}
+    settings = {
+        "model": recipe.model.path, "adapter": str(adapter) if adapter else None, "task": recipe.task.model_dump(),
+        "max_new_tokens": recipe.rollout.sampling.max_new_tokens, "run_seed": recipe.run.seed, **asdict(plan),
+    }  # fmt: skip
     lock = _take(out, json.loads(json.dumps(settings)), resume)
     try:
         engine = load_engine(recipe, ALONE)
@@ -155,7 +158,7 @@ class _Drafting:
         if not path.exists():
             rows = self._sample(self.task.next(self.plan.num_prompts))
             write_text(path, "".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in rows))
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = _rows(path)
         log.info("computing the states of %d answers", len(rows))
         sequences = [(*row["prompt"], *row["answer"]) for row in rows]
         states = target_states(self.engine, sequences, self.trainer.model.config.target_layer_ids)
@@ -215,6 +218,18 @@ def measure_all(
     }  # fmt: skip
 
 
+def _rows(path: Path) -> list[dict[str, list[int]]]:
+    """Raises DataError for a line that isn't one of ours."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            rows.append({key: [int(token) for token in row[key]] for key in ("prompt", "answer")})
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path}:{number} is damaged; remove the file, and --resume samples again") from None
+    return rows
+
+
 def _as_json(a: Acceptance) -> dict[str, Any]:
     return {
         "rounds": a.rounds, "mean_accepted": a.mean_accepted, "room": a.room, "reached": a.reached,
@@ -232,7 +247,10 @@ def _take(out: Path, settings: dict[str, Any], resume: bool) -> FolderLock:
     lock = FolderLock.take(out, "another --out")
     try:
         if resume:
-            known = json.loads(stored.read_text(encoding="utf-8"))
+            try:
+                known = dict(json.loads(stored.read_text(encoding="utf-8")))
+            except (ValueError, TypeError):
+                raise ConfigError(f"{stored} is damaged: nobody knows how it began; choose another --out") from None
             if said := "; ".join(_differences(known, settings)):
                 raise ConfigError(f"{out} was begun with other settings ({said}); give the same, or another --out")
         else:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from miles_k3 import drafting
 from miles_k3.assemble import load_engine
 from miles_k3.cli import app
-from miles_k3.errors import ConfigError
+from miles_k3.errors import ConfigError, DataError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.draft_params import draft_params
 from miles_k3.recipe import load_recipe
@@ -80,8 +80,22 @@ def refused_resumes(out: Path) -> None:
         train(out)
     with pytest.raises(ConfigError, match=r"other settings \(training\.lr: 0\.002 there, 0\.1 now\)"):
         train(out, "--resume", "--lr", "0.1")
+    with pytest.raises(ConfigError, match=r"other settings \(task\.params\.max_digits: 2 there, 1 now\)"):
+        train(out, "--resume", "--set", "task.params.max_digits=1")
+    settings = (out / "settings.json").read_text()
+    (out / "settings.json").write_text(settings[:90])
+    with pytest.raises(ConfigError, match="is damaged: nobody knows"):
+        train(out, "--resume")
+    (out / "settings.json").write_text(settings)
     with pytest.raises(ConfigError, match="no training of a draft to go on with"):
         train(out.with_name("nothing"), "--resume")
+
+
+@pytest.mark.parametrize("line", ['{"prompt": [1, 2', "[]", '{"prompt": [1]}', '{"prompt": [1], "answer": ["x"]}'])
+def test_damaged_samples_are_told_by_their_line(line: str, tmp_path: Path) -> None:
+    (path := tmp_path / "samples.jsonl").write_text('{"prompt": [1, 2], "answer": [3]}\n' + line + "\n")
+    with pytest.raises(DataError, match=r"samples\.jsonl:2 is damaged; remove the file"):
+        drafting._rows(path)
 
 
 @pytest.mark.parametrize("name", ["tiny-k3", "kimi-k3", "k3-4layer"])
