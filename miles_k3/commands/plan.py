@@ -31,6 +31,7 @@ def plan(
     from miles_k3.plan.planner import read_config, this_machine
     from miles_k3.plan.report import report_lines
     from miles_k3.recipe import load_recipe
+    from miles_k3.rollout.sglang.arguments import sglang_problems
     from miles_k3.rollout.sglang.span import span_problems
 
     loaded = load_recipe(recipe, overrides or [])
@@ -47,8 +48,9 @@ def plan(
     else:
         for line in report_lines(found, fix):
             typer.echo(line)
-        problems = span_problems(loaded.recipe, ranks=found.world, per_node=cluster.ranks_per_node, launcher="ray")
-        for problem in problems:
+        own = sglang_problems(loaded.recipe, config) if loaded.recipe.rollout.engine == "sglang" else []
+        spans = span_problems(loaded.recipe, ranks=found.world, per_node=cluster.ranks_per_node, launcher="ray")
+        for problem in (*own, *spans):
             typer.echo(f"\nmemory aside, miles-k3 launch refuses it: {problem}")
     if picture is not None:
         from miles_k3.plan.picture import draw

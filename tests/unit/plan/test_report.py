@@ -78,6 +78,9 @@ def test_what_a_launch_refuses_is_said_beside_a_plan_that_fits(capsys, monkeypat
     code, out, _ = run(capsys, monkeypatch, "plan", "k3-64xgb300", "--set", "rollout.sglang.nodes=2")
     assert code == 0
     assert "memory aside, miles-k3 launch refuses it: rollout.sglang.nodes is 2, but rollout.engine_tp 16" in out
+    code, out, _ = run(capsys, monkeypatch, "plan", "k3-64xgb300", "--set", "rollout.sampling.top_p=0.9")
+    assert code == 0
+    assert "memory aside, miles-k3 launch refuses it: rollout.sampling.top_p is 0.9 and top_k 0, but SGLang's" in out
     for recipe in ("k3-64xgb300", "k3-16xgb300", "tiny-cpu"):
         code, out, _ = run(capsys, monkeypatch, "plan", recipe)
         assert (code, "launch refuses" in out) == (0, False), recipe
