@@ -188,10 +188,10 @@ class Speculator:
 
     def choose(
         self, requests: Sequence[Request], limits_R: NDArray[np.int64], tokens_RG: NDArray[np.int64],
-        confidence_RG: NDArray[np.float64], probs_RGV: Tensor | None = None,
+        confidence_RG: NDArray[np.float64], probs_RGV: Tensor | None = None, *, whole: bool = False,
     ) -> Proposal | None:  # fmt: skip
-        """What is verified of drafted blocks; None: nothing."""
-        rejects, all_of_it = self._rejects, self.planner.verifies_all
+        """What is verified of drafted blocks; None: nothing. `whole`: all of them is under way."""
+        rejects, all_of_it = self._rejects, whole or self.planner.verifies_all
         if self.at.supposed_acceptance is not None:
             confidence_RG = np.full_like(confidence_RG, self.at.supposed_acceptance)
         # Under rejection no budget may depend on what was drafted; whatever is behind a stop token is never committed.
@@ -199,7 +199,7 @@ class Speculator:
         useful_R = np.minimum(limits_R, up_to_stop(tokens_RG, requests, with_it=rejects or all_of_it))
         known_R = limits_R if rejects else useful_R
         self.planner.calibration.observe_room(known_R[limits_R > 0])
-        verified_R = np.minimum(self.planner.plan(confidence_RG, known_R), useful_R)
+        verified_R = useful_R if all_of_it else np.minimum(self.planner.plan(confidence_RG, known_R), useful_R)
         if not verified_R.any():
             return None
         tokens = tuple(tuple(row[:n].tolist()) for row, n in zip(tokens_RG, verified_R.tolist(), strict=True))

@@ -37,19 +37,23 @@ def measure_engine(engine: EmbeddedEngine, loads: Sequence[int] | None = None, *
     most = _most_requests(engine, context)
     found = loads or [*(4**n for n in range(12) if 4**n < most), most]
     scratch = _Scratch(engine, min(most, max(found)), context)
-    counters, calibration, audit = speculator.counters.copy(), speculator.planner.calibration, speculator.audit
+    planner = speculator.planner
+    counters, calibration, audit = speculator.counters.copy(), planner.calibration, speculator.audit
+    profile, planner.profile = planner.profile, None  # whole blocks are verified without one
     speculator.audit = None  # which compares states on the host, and isn't part of what a served step costs
-    speculator.planner.calibration = Calibration(block_size=calibration.block_size)
+    planner.calibration = Calibration(block_size=calibration.block_size)
     try:
         with torch.inference_mode():
             profile = measure_costs(
                 scratch.verify, scratch.draft, [n for n in found if n <= most], speculator.at.longest - 1,
                 repeats=repeats, clock=engine.runner.clock, tiers=_tiers(engine),
+                whole=scratch.whole if scratch.drafts_ahead else None,
             )  # fmt: skip
         return replace(profile, engine=in_words(engine))
     finally:
         scratch.close()
-        speculator.counters, speculator.planner.calibration, speculator.audit = counters, calibration, audit
+        speculator.counters, speculator.audit = counters, audit
+        planner.calibration, planner.profile = calibration, profile
 
 
 def in_words(engine: EmbeddedEngine) -> str:
@@ -123,9 +127,30 @@ class _Scratch:
             self._replay(graphs, requests, proposal)
         else:
             self._launch(requests, proposal)
+        self._as_before(requests)
+
+    def _as_before(self, requests: Sequence[Request]) -> None:
         for request in requests:
             request.token_ids, request.logprobs, request.num_cached = request.token_ids[:1], [0.0], self.context
         self._wait()
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether a replay drafts what it verifies."""
+        graphs = self.runner.graphs
+        return graphs is not None and graphs.verify is not None and graphs.verify.takes_any
+
+    def whole(self, count: int) -> None:
+        """A step that drafts whole blocks and verifies them in one replay."""
+        requests, graphs = self.requests[:count], self.runner.graphs
+        assert graphs is not None
+        assert graphs.rounds is not None
+        limits_R = np.full(count, self.speculator.at.longest - 1, dtype=np.int64)
+        with self.memory.pool.forward():
+            begun = graphs.rounds.begin(requests, limits_R, self._rows(count))
+            assert begun is not None
+            graphs.rounds.end(begun)
+        self._as_before(requests)
 
     def _replay(self, graphs: StepGraphs, requests: Sequence[Request], proposal: Proposal | None) -> None:
         with self.memory.pool.forward():
@@ -138,7 +163,7 @@ class _Scratch:
 
     def _launch(self, requests: Sequence[Request], proposal: Proposal | None) -> None:
         pool, runner = self.memory.pool, self.runner
-        sampling = self.sampling.rows(torch.arange(len(requests), device=pool.device))
+        sampling = self._rows(len(requests))
         drafted = None if proposal is None else proposal.drafted
         with pool.forward():
             batch = step_batch(self.memory, requests, [], drafted=drafted, positions=True)
@@ -171,10 +196,12 @@ class _Scratch:
     def draft(self, count: int) -> None:
         """A block for each of `count` requests."""
         limits = np.full(count, self.speculator.at.longest - 1, dtype=np.int64)
-        at_B = torch.arange(count, device=self.memory.pool.device)
         with self.memory.pool.forward():
-            self.speculator.propose(self.memory, self.requests[:count], limits, self.sampling.rows(at_B))
+            self.speculator.propose(self.memory, self.requests[:count], limits, self._rows(count))
         self._wait()
+
+    def _rows(self, count: int) -> SamplingBatch:
+        return self.sampling.rows(torch.arange(count, device=self.memory.pool.device))
 
     def _wait(self) -> None:
         if self.memory.pool.device.type == "cuda":

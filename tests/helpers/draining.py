@@ -94,9 +94,11 @@ class Draining:
         if members:
             limits_R = np.array([min(BLOCK, r.left - 1) if id(r) in members else 0 for r in running])
             accepted_R, verified = self._verify(running, limits_R)
+        at_once = self.profile.whole_seconds(count) if members and planner.verifies_whole else None
         plain = float(self.profile.seconds(count, count))
         seconds = float(self.profile.seconds(count, count + verified)) + FOLLOWING * plain * bool(followed)
         seconds += self.profile.draft_seconds(len(members)) if members else 0.0
+        seconds = seconds if at_once is None else at_once + FOLLOWING * plain
         seconds *= float(np.exp(NOISE * self.rng.standard_normal()))
         tokens = (1 + accepted_R).tolist()
         for request, more in zip(running, tokens, strict=True):
@@ -111,7 +113,7 @@ class Draining:
         chances_RG = np.array([[r.chance] * BLOCK for r in running]) * drafts_R[:, None]
         confidence_RG = np.clip(chances_RG + NOISE * self.rng.standard_normal(chances_RG.shape), 0, 1)
         self.planner.calibration.observe_room(limits_R[drafts_R])
-        verified_R = self.planner.plan(confidence_RG, limits_R)
+        verified_R = limits_R if self.planner.verifies_whole else self.planner.plan(confidence_RG, limits_R)
         right_RG = self.rng.random(chances_RG.shape) < chances_RG
         accepted_R = np.minimum(np.cumprod(right_RG, axis=1).sum(1), verified_R)
         self.planner.judged([r.history for r in running], confidence_RG, limits_R, verified_R, accepted_R)

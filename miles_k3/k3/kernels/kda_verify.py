@@ -158,7 +158,7 @@ def _prepare(raw_ptr, f_ptr, beta_ptr, conv_ptr, rate_ptr, dt_ptr, window_ptr, s
 @triton.jit
 def _verify(beta_ptr, gate_ptr, norm_ptr, state_ptr, slot_ptr, cu_ptr, out_ptr, scratch_ptr, beta_stride, gate_stride,
             state_stride, eps, HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr):  # fmt: skip
-    """One head of one request: its state stays in registers from position to position. `beta_ptr`: after its sigmoid."""
+    """One head of one request: its state stays in registers from position to position. `beta_ptr`: its sigmoid."""
     head, request = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slot_ptr + request).to(tl.int64)
     key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)

@@ -25,12 +25,14 @@ from miles_k3.rollout.speculative.planner.isotonic import isotonic
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
     """At one load. `positions` ascend from `requests`, where only the anchors are fed, which is plain decoding;
-    `seconds` never fall. `draft_s` is what drafting a block for all of them takes."""
+    `seconds` never fall. `draft_s` is what drafting a block for all of them takes, `whole_s` a step that verifies whole
+    blocks without looking at them first (None: there is no cheaper way than to draft and to verify)."""
 
     requests: int
     draft_s: float
     positions: tuple[int, ...]
     seconds: tuple[float, ...]
+    whole_s: float | None = None
 
     def __post_init__(self) -> None:
         rises = all(a < b for a, b in zip(self.positions, self.positions[1:], strict=False))
@@ -43,6 +45,8 @@ class Curve:
             raise EngineError(f"a cost curve needs positive seconds for each of its positions, got {self.seconds[:8]}")
         if not 0 <= self.draft_s < float("inf"):
             raise EngineError(f"drafting can't take {self.draft_s} seconds")
+        if self.whole_s is not None and not 0 < self.whole_s < float("inf"):
+            raise EngineError(f"a step of whole blocks can't take {self.whole_s} seconds")
 
     def at(self, positions_M: ArrayLike) -> NDArray[np.float64]:
         """Linear between points; before the first its value; behind the last by the curve's mean slope."""
@@ -102,22 +106,26 @@ class CostProfile:
         points: Iterable[tuple[int, int, float]],
         draft_s: Mapping[int, float] | None = None,
         tiers: Tiers = UNPADDED,
+        whole_s: Mapping[int, float] | None = None,
     ) -> CostProfile:
         """From measured (requests, positions, seconds): points measured twice, those of one tier too, are averaged, and
         a curve that falls, which is noise, is replaced by the nearest one that doesn't."""
         found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for requests, positions, seconds in points:
             found[tiers.load(requests)][int(tiers.padded(requests, positions))].append(seconds)
-        drafts = {tiers.load(requests): seconds for requests, seconds in (draft_s or {}).items()}
+        drafts, whole = (
+            {tiers.load(requests): seconds for requests, seconds in (given or {}).items()}
+            for given in (draft_s, whole_s)
+        )
         curves = []
         for requests, by_positions in sorted(found.items()):
             places = sorted(by_positions)
             means = [statistics.fmean(by_positions[p]) for p in places]
             fit = isotonic(means, [len(by_positions[p]) for p in places])
-            drafting = drafts.get(requests, 0.0)
-            curves.append(
-                Curve(requests=requests, draft_s=drafting, positions=tuple(places), seconds=tuple(fit))
-            )  # fmt: skip
+            curves.append(Curve(
+                requests=requests, draft_s=drafts.get(requests, 0.0), positions=tuple(places), seconds=tuple(fit),
+                whole_s=whole.get(requests),
+            ))  # fmt: skip
         return cls(curves=tuple(curves), tiers=tiers)
 
     def seconds(self, requests: int, positions_M: ArrayLike) -> NDArray[np.float64]:
@@ -131,6 +139,14 @@ class CostProfile:
     def draft_seconds(self, requests: int) -> float:
         low, high, share = self._between(requests)
         return (1 - share) * low.draft_s + share * high.draft_s
+
+    def whole_seconds(self, requests: int) -> float | None:
+        """Of a step that verifies whole blocks of all of them without looking at them first; None where there is no
+        such."""
+        low, high, share = self._between(requests)
+        if low.whole_s is None or high.whole_s is None:
+            return None
+        return (1 - share) * low.whole_s + share * high.whole_s
 
     def _between(self, requests: int) -> tuple[Curve, Curve, float]:
         """The curves around a load, and how far it is from the first to the second."""
@@ -161,6 +177,7 @@ class CostProfile:
                 Curve(
                     requests=int(c["requests"]), draft_s=float(c["draft_s"]),
                     positions=tuple(int(p) for p in c["positions"]), seconds=tuple(float(s) for s in c["seconds"]),
+                    whole_s=None if c.get("whole_s") is None else float(c["whole_s"]),
                 )
                 for c in content["curves"]
             ]  # fmt: skip
@@ -182,8 +199,10 @@ def measure_costs(
     repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter,
     tiers: Tiers = UNPADDED,
+    whole: Callable[[int], object] | None = None,
 ) -> CostProfile:
-    """Time `verify(requests, positions of each)` for 1 to block_size + 1 positions, and `draft(requests)`.
+    """Time `verify(requests, positions of each)` for 1 to block_size + 1 positions, `draft(requests)`, and
+    `whole(requests)`, which does both for whole blocks.
 
     Medians of `repeats` calls after one that isn't counted. On a GPU the callables have to wait for the device.
     """
@@ -200,5 +219,7 @@ def measure_costs(
     points = [
         (load, load * each, seconds(partial(verify, load, each))) for load in loads for each in range(1, block_size + 2)
     ]
-    drafting = {load: seconds(partial(draft, load)) for load in loads} if draft else None
-    return CostProfile.of(points, drafting, tiers)
+    drafting, at_once = (
+        {load: seconds(partial(call, load)) for load in loads} if call else None for call in (draft, whole)
+    )
+    return CostProfile.of(points, drafting, tiers, at_once)

@@ -33,6 +33,7 @@ class Promise:
     accepted: float
     longer: float
     warm: bool  # whether enough was known for it
+    whole: bool  # whether all of their blocks is verified, without looking at them first
 
 
 class Planner:
@@ -111,10 +112,14 @@ class Planner:
         worth_RG = np.zeros((requests, worth_FG.shape[1]))
         worth_RG[: len(worth_FG)] = load.worth.value * worth_FG * members_F[:, None]
         chosen = choose(worth_RG, self.profile)
-        accepted = float((worth_FG * (np.arange(worth_FG.shape[1]) < chosen.drafted_R[: len(worth_FG), None])).sum())
+        accepted_FG = worth_FG * (np.arange(worth_FG.shape[1]) < chosen.drafted_R[: len(worth_FG), None])
+        seconds, at_once = chosen.seconds, self.profile.whole_seconds(requests)
+        whole = at_once is not None and (requests + float(worth_RG.sum())) / at_once >= chosen.rate
+        if at_once is not None and whole:
+            accepted_FG, seconds = worth_FG * members_F[:, None], at_once
         return Promise(
-            members_F=members_F, accepted=accepted, longer=chosen.seconds / self._plain(requests),
-            warm=self.calibration.blocks >= WARM,
+            members_F=members_F, accepted=float(accepted_FG.sum()), longer=seconds / self._plain(requests),
+            warm=self.calibration.blocks >= WARM, whole=whole,
         )  # fmt: skip
 
     def _gain(self, requests: int, promise: Promise, load: Load) -> float:
@@ -244,6 +249,12 @@ class Planner:
     def verifies_all(self) -> bool:
         """Whether `plan` gives the limits, whatever was drafted."""
         return self.mode is PlanMode.VERIFY_ALL or (self.mode is PlanMode.TRIM and self.profile is None)
+
+    @property
+    def verifies_whole(self) -> bool:
+        """Whether whole blocks are verified in the step to come, whatever is drafted in it: looking at them first would
+        take longer than it saves."""
+        return self.verifies_all or (self._promised is not None and self._promised.whole)
 
     def plan(self, confidence_RG: NDArray[np.float64], limits_R: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
         """Drafted tokens of each request to verify, 0 to G, at most `limits_R` (what is left of it, say): [R].

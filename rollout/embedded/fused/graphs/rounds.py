@@ -38,7 +38,7 @@ class Rounds:
         graphs, speculator, memory = self._graphs, self._speculator, self._memory
         if not limits_R.any():
             return None
-        if speculator.planner.verifies_all and speculator.drafts_ahead:
+        if speculator.planner.verifies_whole and speculator.drafts_ahead:
             speculator.note_states(memory, requests)
             return Round(
                 requests=tuple(requests), limits_R=limits_R, proposal=None,
@@ -67,8 +67,9 @@ class Rounds:
         if proposal is None:
             drafts_R1 = (begun.limits_R > 0)[:, None]
             proposal = speculator.choose(
-                begun.requests, begun.limits_R, numbers.drafted_RG * drafts_R1, numbers.confidence_RG * drafts_R1
-            )
+                begun.requests, begun.limits_R, numbers.drafted_RG * drafts_R1, numbers.confidence_RG * drafts_R1,
+                whole=True,
+            )  # fmt: skip
             assert proposal is not None  # a block was drafted
         found = Judged(
             accepted=numbers.accepted_R.tolist(),

@@ -35,6 +35,7 @@ from miles_k3.rollout.speculative.acceptance import AcceptMode
 from miles_k3.rollout.speculative.audit import CommitAudit
 from miles_k3.rollout.speculative.engine_costs import measure_engine
 from miles_k3.rollout.speculative.planner.choice import PlanMode
+from miles_k3.rollout.speculative.planner.cost import CostProfile
 from miles_k3.rollout.speculative.state_keeper import StateKeeper
 from miles_k3.types import Completion, FinishReason
 
@@ -123,6 +124,25 @@ def test_states_and_pages_are_those_of_ordinary_steps(expected: list[Completion]
 
 def test_answers(expected: list[Completion]) -> None:
     check(expected)
+
+
+@pytest.mark.parametrize("whole_s", [1.0, 9.0])
+def test_whole_blocks_are_drafted_where_they_are_verified(expected: list[Completion], whole_s: float) -> None:
+    """`trim`, where looking at blocks first costs more than it saves, and where it doesn't: one replay, or two."""
+    engine = recording(telling_engine(expected, max_running=5, page_size=4))
+    assert engine.speculator is not None
+    planner = engine.speculator.planner
+    points = [(n, n * k, 1.0 + k / 8) for n in (1, 5) for k in range(1, 9)]
+    planner.mode = PlanMode.TRIM
+    planner.profile = CostProfile.of(points, {1: 0.1, 5: 0.1}, whole_s=dict.fromkeys((1, 5), whole_s))
+    assert_same(engine, ask(engine, PROMPTS[:6], PARAMS[:6]), expected[:6])
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    assert graphs.verify is not None
+    assert {bool(key[0].pages) for key in graphs.verify._recorded} == {whole_s == 1.0}  # pages that a draft looks at
+    assert replays(engine)["verify"] > 0
+    assert replays(engine)["others"] == 0
+    assert engine.speculator.audit.wrong == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
@@ -247,6 +267,7 @@ def test_costs_are_those_of_the_graphs(expected: list[Completion]) -> None:
     profile = measure_engine(engine, repeats=1)
     assert profile.tiers.requests == (1, 2, 4, 6)
     for curve in profile.curves:
+        assert curve.whole_s is not None
         assert {*curve.positions[1:]} <= {*profile.tiers.positions}
     assert engine.runner.graphs.num_recorded > len(profile.curves)  # type: ignore[union-attr]
     engine.speculator.audit = audit

@@ -48,7 +48,10 @@ def test_between_and_outside_of_points() -> None:
 
 
 def test_file_round_trip(tmp_path: Path) -> None:
-    profile = CostProfile.of([(1, 1, 0.1), (1, 2, 0.30000000000000004), (7, 7, 1e-9)], {1: 0.01})
+    points = [(1, 1, 0.1), (1, 2, 0.30000000000000004), (7, 7, 1e-9)]
+    profile = CostProfile.of(points, {1: 0.01}, whole_s={1: 0.5, 7: 2.0})
+    assert [profile.whole_seconds(n) for n in (1, 4, 9)] == [0.5, 1.25, 2.0]
+    assert CostProfile.of(points, whole_s={1: 0.5}).whole_seconds(4) is None
     profile.save(tmp_path / "costs.json")
     assert CostProfile.load(tmp_path / "costs.json") == profile
 
@@ -102,6 +105,8 @@ def test_impossible_curves_are_refused() -> None:
         CostProfile(curves=())
     with pytest.raises(EngineError, match="can't take"):
         Curve(requests=1, draft_s=-1.0, positions=(1,), seconds=(1.0,))
+    with pytest.raises(EngineError, match="whole blocks can't take"):
+        Curve(requests=1, draft_s=1.0, positions=(1,), seconds=(1.0,), whole_s=0.0)
 
 
 def test_measured_with_a_clock() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +49,22 @@ def go(
 
 def drafts(planner: Planner, requests: int, followed: int | None = None) -> bool:
     return bool(planner.members(requests, [History()] * (requests if followed is None else followed)).any())
+
+
+@pytest.mark.parametrize(("whole_s", "whole", "longer"), [(1.6, True, 1.6), (1.75, False, 1.7)])
+def test_whole_blocks_are_verified_unseen_where_looking_costs_more(whole_s: float, whole: bool, longer: float) -> None:
+    """A block and its verify take 0.2 and 1.5 beside a plain step's 1; both in one take `whole_s`."""
+    planner = trimming()
+    planner.profile = replace(PROFILE, curves=tuple(replace(c, whole_s=whole_s) for c in PROFILE.curves))
+    assert drafts(planner, 8)
+    assert planner.verifies_whole is whole
+    assert planner._promised is not None
+    assert planner._promised.longer == pytest.approx(longer)
+    for _ in range(2 * TRIALS):  # a step that drafts nothing verifies nothing
+        drafted = drafts(planner, 8)
+        planner.observe([History()] * 8, [1] * 8, 8, 2.0 if drafted else 1.0, drafted=drafted)
+    assert not drafts(planner, 8)
+    assert not planner.verifies_whole
 
 
 # --- steps ----------------------------------------------------------------------------------------------------------
