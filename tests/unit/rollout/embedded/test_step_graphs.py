@@ -126,20 +126,26 @@ def test_answers(expected: list[Completion]) -> None:
     check(expected)
 
 
-@pytest.mark.parametrize("whole_s", [1.0, 9.0])
-def test_whole_blocks_are_drafted_where_they_are_verified(expected: list[Completion], whole_s: float) -> None:
-    """`trim`, where looking at blocks first costs more than it saves, and where it doesn't: one replay, or two."""
-    engine = recording(telling_engine(expected, max_running=5, page_size=4))
+@pytest.mark.parametrize(("position_s", "whole"), [(1.0, True), (0.1, False)])
+def test_whole_blocks_are_drafted_where_they_are_verified(
+    expected: list[Completion], position_s: float, whole: bool
+) -> None:
+    """`trim`, where looking at blocks first costs more than it saves: one replay, and all of it is verified, though
+    chosen one by one hardly any token would pay; and where it doesn't: two replays."""
+    engine, other = (recording(telling_engine(expected, max_running=5, page_size=4)) for _ in range(2))
     assert engine.speculator is not None
     planner = engine.speculator.planner
-    points = [(n, n * k, 1.0 + k / 8) for n in (1, 5) for k in range(1, 9)]
+    points = [(n, n * k, 1.0 + k * position_s) for n in (1, 5) for k in range(1, 9)]
     planner.mode = PlanMode.TRIM
-    planner.profile = CostProfile.of(points, {1: 0.1, 5: 0.1}, whole_s=dict.fromkeys((1, 5), whole_s))
-    assert_same(engine, ask(engine, PROMPTS[:6], PARAMS[:6]), expected[:6])
+    planner.profile = CostProfile.of(points, {1: 0.1, 5: 0.1}, whole_s=dict.fromkeys((1, 5), 1.0 if whole else 9.0))
+    for each in (engine, other):
+        assert_same(each, ask(each, PROMPTS[:5], PARAMS[:5]), expected[:5])
     graphs = engine.runner.graphs
     assert graphs is not None
     assert graphs.verify is not None
-    assert {bool(key[0].pages) for key in graphs.verify._recorded} == {whole_s == 1.0}  # pages that a draft looks at
+    assert {bool(key[0].pages) for key in graphs.verify._recorded} == {whole}  # pages that a draft looks at
+    if whole:
+        assert engine.speculator.counters == other.speculator.counters  # type: ignore[union-attr]
     assert replays(engine)["verify"] > 0
     assert replays(engine)["others"] == 0
     assert engine.speculator.audit.wrong == 0  # type: ignore[union-attr]
