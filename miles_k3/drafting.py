@@ -84,6 +84,8 @@ def train_draft(recipe: Recipe, adapter: Path | None, out: Path, plan: DraftPlan
         finally:
             engine.close()
     finally:
+        if not resume and not (out / SAMPLES).exists():  # nothing was begun: the folder can be asked for again
+            (out / SETTINGS).unlink(missing_ok=True)
         lock.release()
 
 

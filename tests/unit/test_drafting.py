@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from miles_k3 import drafting
 from miles_k3.assemble import load_engine
 from miles_k3.cli import app
-from miles_k3.errors import ConfigError, DataError
+from miles_k3.errors import CheckpointError, ConfigError, DataError
 from miles_k3.k3.config import K3Config
 from miles_k3.k3.draft_params import draft_params
 from miles_k3.recipe import load_recipe
@@ -89,6 +89,12 @@ def refused_resumes(out: Path) -> None:
     (out / "settings.json").write_text(settings)
     with pytest.raises(ConfigError, match="no training of a draft to go on with"):
         train(out.with_name("nothing"), "--resume")
+
+
+def test_a_start_that_is_no_draft_leaves_the_folder_free(tmp_path: Path) -> None:
+    for start in ("nowhere", "void"):
+        with pytest.raises(CheckpointError, match=f"{start}.*config.json does not exist"):
+            train(tmp_path / "out", "--from", str(tmp_path / start))
 
 
 @pytest.mark.parametrize("line", ['{"prompt": [1, 2', "[]", '{"prompt": [1]}', '{"prompt": [1], "answer": ["x"]}'])
