@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ from miles_k3.rollout.speculative.taps import target_states
 from miles_k3.rollout.tasks.registry import make_task
 from miles_k3.types import Completion, SamplingParams
 from miles_k3.world import ALONE
+
+log = logging.getLogger(__name__)
 
 DEPTH = 4  # first tokens of an answer whose joint distribution is tested; the first is never drafted
 SIGMAS = 5.0  # that a statistic may be off
@@ -139,6 +142,7 @@ def verify_lossless(
             "--set rollout.speculative.draft=FOLDER"
         )
     refuse_draft(recipe.rollout.speculative, model_config(recipe))
+    out.mkdir(parents=True, exist_ok=True)  # or minutes of work have nowhere to go
     model = load_model(recipe, ALONE)
     off = recipe.rollout.model_copy(update={"speculative": SpeculativeSection()})
     longest = longest_sequence(recipe, model.config)
@@ -150,14 +154,20 @@ def verify_lossless(
             publish(make_update(0, config, tensors), engine)
     task = make_task(recipe.task, model.tokenizer, seed=recipe.run.seed)
     prompts = [p.token_ids for p in task.next(num_prompts)]
-    most = min(recipe.rollout.sampling.max_new_tokens, plain.max_sequence_tokens - max(map(len, prompts)))
+    room = plain.max_sequence_tokens - max(map(len, prompts))
+    assert speculating.speculator is not None
+    if (needed := DEPTH + speculating.speculator.at.config.block_size) > room:
+        raise ConfigError(
+            f"sampled answers take {needed} tokens, so that blocks are whole, and the longest prompt leaves {room}; add "
+            f"--set rollout.sampling.max_new_tokens={recipe.rollout.sampling.max_new_tokens + needed - room}"
+        )
+    most = min(recipe.rollout.sampling.max_new_tokens, room)
     report = compare(
         plain, speculating, prompts, max_new_tokens=most, samples=samples, sampled_prompts=sampled_prompts,
         tie=TIES[recipe.model.dtype],
     )  # fmt: skip
     plain.close()
     speculating.close()
-    out.mkdir(parents=True, exist_ok=True)
     write_text(out / "report.json", json.dumps({"passed": report.passed, **asdict(report)}, indent=1) + "\n")
     write_text(out / "report.md", markdown(report))
     return report
@@ -173,8 +183,10 @@ def compare(
     audit = speculator.audit = CommitAudit(speculating.runner.model.conv_weights())
     params = [SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens) for _ in prompts]
     expected = _answers(plain, prompts, params)
+    log.info("comparing %d greedy answers of both engines", len(prompts))
     greedy = _compare_greedy(plain, prompts, expected, _answers(speculating, prompts, params), tie)
     chosen = _uncertain(plain, prompts, expected, sampled_prompts)
+    log.info("sampling %d answers to each of %d prompts", samples, len(chosen))
     longest = DEPTH + speculator.at.config.block_size
     found = tuple(_distribution(plain, speculating, prompt, samples, longest) for prompt in chosen)
     stats = speculator.stats()

@@ -13,7 +13,18 @@ from typer.testing import CliRunner
 
 from miles_k3 import losslessness
 from miles_k3.cli import app
-from miles_k3.losslessness import Distribution, Greedy, Report, States, compare, enough_samples, markdown
+from miles_k3.errors import ConfigError
+from miles_k3.losslessness import (
+    Distribution,
+    Greedy,
+    Report,
+    States,
+    compare,
+    enough_samples,
+    markdown,
+    verify_lossless,
+)
+from miles_k3.recipe import load_recipe
 from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.rollout.speculative import acceptance
 
@@ -125,6 +136,14 @@ def test_the_command_fails_where_a_token_too_many_is_kept(tmp_path: Path, monkey
     code, report = ask_the_command(tmp_path)
     assert (code, report["passed"]) == (1, False)
     assert report["greedy"]["same"] + report["greedy"]["ties"] < 48
+
+
+def test_answers_too_short_for_whole_blocks_are_refused_with_the_length(tmp_path: Path) -> None:
+    short = ("task.max_prompt_tokens=24", "rollout.sampling.max_new_tokens=2")
+    on = ("rollout.speculative.mode=verify_all", f"rollout.speculative.draft={DRAFT}")
+    recipe = load_recipe("tiny-cpu", [*on, *short]).recipe
+    with pytest.raises(ConfigError, match=r"take 11 tokens.* leaves 4; add --set rollout.sampling.max_new_tokens=9"):
+        verify_lossless(recipe, None, tmp_path, num_prompts=2, samples=100, sampled_prompts=1)
 
 
 def test_a_recipe_without_speculation_is_refused(tmp_path: Path) -> None:
