@@ -21,7 +21,7 @@ from miles_k3.rollout.speculative.planner.experience import MARGIN, Load, about,
 from miles_k3.rollout.speculative.planner.history import History
 from miles_k3.rollout.speculative.planner.spent import FOLLOWING, Kind, Prompts, Spent, dearer
 
-WARM = 16  # blocks before promises are judged: at first they are too high
+WARM = 64  # blocks before promises are judged: at first they are too high
 WAVE = 16  # of so many loads' worth of requests that come there, one is followed all the same
 
 
