@@ -113,12 +113,23 @@ def sample(logits_BV: Tensor, batch: SamplingBatch, positions_B: Tensor) -> tupl
     `positions_B` are the sequence positions of the tokens drawn. A row with a non-finite logit gives token 0, -inf and
     False, and leaves the other rows alone.
     """
-    if batch.on_kernels and not batch.filters:
-        from miles_k3.k3.kernels.token_draw import draw_tokens  # Triton is not everywhere
+    if not batch.on_kernels:
+        return _sample(logits_BV, batch, positions_B)
+    from miles_k3.k3.kernels.token_draw import draw_tokens  # Triton is not everywhere
 
-        return draw_tokens(
-            logits_BV.float(), batch.temperature_B1.squeeze(1), batch.greedy_B, batch.seeds_B, positions_B
-        )
+    drawn = draw_tokens(logits_BV.float(), batch.temperature_B1.squeeze(1), batch.greedy_B, batch.seeds_B, positions_B)
+    if not batch.filters:
+        return drawn
+    # The others' draws stay the kernel's: sums round otherwise in torch, and nothing may depend on what shares a batch.
+    filtered_B = ((batch.top_k_B1 < logits_BV.shape[-1]) | (batch.top_p_B1 < 1.0)).squeeze(1)
+    tokens_B, logprobs_B, finite_B = (
+        torch.where(filtered_B, ours, theirs)
+        for ours, theirs in zip(_sample(logits_BV, batch, positions_B), drawn, strict=True)
+    )
+    return tokens_B, logprobs_B, finite_B
+
+
+def _sample(logits_BV: Tensor, batch: SamplingBatch, positions_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     finite_B = torch.isfinite(logits_BV.sum(-1))  # one infinity or NaN makes the sum so
     logprobs_BV = processed_logprobs(logits_BV, batch)
     p_BV = logprobs_BV.exp()

@@ -44,3 +44,22 @@ def token_draws(device: torch.device, dtype: torch.dtype) -> None:
             token = int(tokens[row])
             assert ends[row, token] - shares[row, token] - 1e-6 <= drawn[row] <= ends[row, token] + 1e-6
             assert shares[row, token] > 0
+
+
+@case
+def draws_beside_filters(device: torch.device, dtype: torch.dtype) -> None:
+    """Beside requests with top-k and top-p, others draw as they do without them, to the last bit."""
+    draw = Draw(device, torch.float32, 0)
+    logits, positions, seeds = draw.normal(6, PART + 9) * 4, draw.integers(0, 99, 6), range(6)
+    alone = [SamplingParams(temperature=(1.0, 0.0)[i % 2], seed=i) for i in seeds]
+    beside = [SamplingParams(seed=i, top_k=3) if i == 2 else SamplingParams(seed=i, top_p=0.5) if i == 4 else alone[i]
+              for i in seeds]  # fmt: skip
+    expected, found, plain = (
+        sample(logits, SamplingBatch.of(params, logits.shape[1], device, on_kernels=kernels), positions)
+        for params, kernels in ((alone, True), (beside, True), (beside, False))
+    )
+    for theirs, ours, torchs in zip(expected, found, plain, strict=True):
+        assert torch.equal(theirs[[0, 1, 3, 5]], ours[[0, 1, 3, 5]])
+        assert torch.equal(torchs[[2, 4]], ours[[2, 4]])
+    ranks = (logits > logits.gather(1, found[0].unsqueeze(1))).sum(1)
+    assert ranks[2] < 3
