@@ -158,7 +158,7 @@ def verify_lossless(
     assert speculating.speculator is not None
     if (needed := DEPTH + speculating.speculator.at.config.block_size) > room:
         raise ConfigError(
-            f"sampled answers take {needed} tokens, so that blocks are whole, and the longest prompt leaves {room}; add "
+            f"sampled answers take {needed} tokens, for whole blocks, and the longest prompt leaves {room}; add "
             f"--set rollout.sampling.max_new_tokens={recipe.rollout.sampling.max_new_tokens + needed - room}"
         )
     most = min(recipe.rollout.sampling.max_new_tokens, room)
