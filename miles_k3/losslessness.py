@@ -293,7 +293,7 @@ def against_exact(groups: Sequence[tuple[Mapping[Answer, int], Mapping[Answer, f
 
 def enough_samples(likeliest: float) -> int:
     """How many show a shift of SHIFT of an answer with this probability, and have it often enough to be a cell."""
-    return math.ceil(max(RARE / likeliest, likeliest * (1 - likeliest) * (SIGMAS / SHIFT) ** 2))
+    return math.ceil(max(RARE / max(likeliest, 1e-300), likeliest * (1 - likeliest) * (SIGMAS / SHIFT) ** 2))
 
 
 # --- report ---------------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ def test_enough_samples_are_just_enough(p: float) -> None:
     assert enough <= 0.02 < few
     assert enough_samples(0.5) == 15625
     assert enough_samples(1e-6) == 5_000_000, "a cell needs five of them"
+    assert enough_samples(0.0) > 1e300, "a probability that rounds to 0"
 
 
 @pytest.mark.parametrize(
