@@ -172,7 +172,7 @@ def evaluate(
 
 @app.command()
 def check(recipe: RecipeArg, overrides: SetOption = None) -> None:
-    """Try out everything a run needs, without training: model, data, template, reward, disk, memory."""
+    """Try out everything a run needs, without training: model, draft, data, template, reward, disk, memory."""
     from miles_k3.check import check_recipe
     from miles_k3.findings import print_findings
     from miles_k3.recipe import load_recipe
