@@ -94,7 +94,8 @@ class Planner:
         return self._promised.members_F
 
     def _promise_to_the_worthy(self, requests: int, worth_FG: NDArray[np.float64], load: Load) -> Promise:
-        """Of drafting for those who are worth it alone."""
+        """Of drafting for those who are worth it by themselves, or for all, where that should bring more: what a block
+        costs hardly depends on one request, and whole blocks may be cheaper."""
         assert self.profile is not None
         of_one = load.worth.value * self._plain(requests) / requests
         size = worth_FG.shape[1]
@@ -103,7 +104,11 @@ class Planner:
         one, all_of_them = self.profile.draft_seconds(1), self.profile.draft_seconds(len(worth_FG))
         block = max(0.0, all_of_them - one) / max(1, len(worth_FG) - 1)
         saved_FG = of_one * np.cumsum(worth_FG, axis=1) - position * np.arange(1, size + 1)
-        return self._promise(requests, worth_FG, saved_FG.max(axis=1) > block, load)
+        some = self._promise(requests, worth_FG, saved_FG.max(axis=1) > block, load)
+        if some.members_F.all():
+            return some
+        all_of_it = self._promise(requests, worth_FG, np.full(len(worth_FG), True), load)
+        return max(some, all_of_it, key=lambda promise: self._gain(requests, promise, load))
 
     def _promise(
         self, requests: int, worth_FG: NDArray[np.float64], members_F: NDArray[np.bool_], load: Load

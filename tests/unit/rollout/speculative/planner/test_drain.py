@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from helpers.draining import Batch, beside_off, profile_of
 from numpy.typing import NDArray
 
 from miles_k3.rollout.speculative.planner.choice import PlanMode
+from miles_k3.rollout.speculative.planner.cost import CostProfile
 from miles_k3.rollout.speculative.planner.drain import Costs, Drain, Gains, draining
 from miles_k3.rollout.speculative.planner.history import Ease, History
 
@@ -165,3 +170,34 @@ def test_no_batch_loses(profile, requests: int, chances: str, lengths: str) -> N
 def test_no_small_batch_with_prompts_loses(profile, requests: int, chances: str, lengths: str) -> None:
     many = 24 // requests
     check(profile, lengths, chances, requests, learning=8 * many, rounds=16 * many, prompts=30)
+
+
+MEASURED = Path(__file__).parents[5] / "docs" / "data" / "speculative_h200.json"
+
+
+@pytest.mark.parametrize(
+    ("requests", "chance", "at_once"),
+    [
+        (256, 0.8, 0.85),
+        *(
+            pytest.param(n, chance, at_once, marks=pytest.mark.slow)
+            for n in (1, 8, 64, 256) for chance in (0.8, 0.5, 0.1) for at_once in (0.85, None)
+        ),
+    ],
+)  # fmt: skip
+def test_what_an_h200_takes(requests: int, chance: float, at_once: float | None, tmp_path: Path) -> None:
+    """At K3's widths; 64 tokens behind prompts of 32, all as easy to draft: what was accepted of late is luck.
+    A step of whole blocks takes `at_once` of a draft and a verify, or there is no such."""
+    (tmp_path / "costs.json").write_text(json.dumps(json.loads(MEASURED.read_text())["coupled"]["costs"]))
+    profile = CostProfile.load(tmp_path / "costs.json")
+    if at_once is not None:
+        whole = [replace(c, whole_s=at_once * (c.draft_s + c.seconds[-1])) for c in profile.curves]
+        profile = replace(profile, curves=tuple(whole))
+
+    def draw(rng: np.random.Generator) -> Batch:
+        return Batch(lengths_R=np.full(requests, 64), chances_R=np.full(requests, chance), prompts=32)
+
+    few = max(1, 32 // requests)
+    found = beside_off(profile, draw, learning=4 * few, rounds=4 * few)
+    assert found[PlanMode.TRIM] > 0.96
+    assert found[PlanMode.TRIM] > 0.93 * found[PlanMode.VERIFY_ALL]
