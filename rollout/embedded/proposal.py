@@ -110,12 +110,10 @@ def capped(limits_R: NDArray[np.int64], total: int) -> NDArray[np.int64]:
     return np.minimum(limits_R, level)
 
 
-def up_to_stop(
-    tokens_RG: NDArray[np.int64], requests: Sequence[Request], *, with_it: bool
-) -> NDArray[np.int64]:  # fmt: skip
-    """Of each block, the tokens up to the first one that would end its request, with it or without: [R]."""
+def up_to_stop(tokens_RG: NDArray[np.int64], requests: Sequence[Request]) -> NDArray[np.int64]:
+    """Of each block, the tokens before the first one that would end its request: [R]."""
     ends = []
     for row, request in zip(tokens_RG.tolist(), requests, strict=True):
         stop = request.params.stop_token_ids
-        ends.append(next((k + with_it for k, token in enumerate(row) if token in stop), len(row)))
+        ends.append(next((k for k, token in enumerate(row) if token in stop), len(row)))
     return np.array(ends, dtype=np.int64)

@@ -121,7 +121,7 @@ def sample(logits_BV: Tensor, batch: SamplingBatch, positions_B: Tensor) -> tupl
     if not batch.filters:
         return drawn
     # The others' draws stay the kernel's: sums round otherwise in torch, and nothing may depend on what shares a batch.
-    filtered_B = ((batch.top_k_B1 < logits_BV.shape[-1]) | (batch.top_p_B1 < 1.0)).squeeze(1)
+    filtered_B = ((batch.top_k_B1 < logits_BV.shape[-1]) | (batch.top_p_B1 < 1.0)).squeeze(1) & ~batch.greedy_B
     tokens_B, logprobs_B, finite_B = (
         torch.where(filtered_B, ours, theirs)
         for ours, theirs in zip(_sample(logits_BV, batch, positions_B), drawn, strict=True)

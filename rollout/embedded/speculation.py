@@ -195,9 +195,11 @@ class Speculator:
         if self.at.supposed_acceptance is not None:
             confidence_RG = np.full_like(confidence_RG, self.at.supposed_acceptance)
         # Under rejection no budget may depend on what was drafted; whatever is behind a stop token is never committed.
-        # Else what is accepted before a stop token gives it, as the policy's own token, and it isn't worth its row.
-        useful_R = np.minimum(limits_R, up_to_stop(tokens_RG, requests, with_it=rejects or all_of_it))
-        known_R = limits_R if rejects else useful_R
+        # Else what is accepted before a stop token gives it, as the policy's own token, and it isn't worth its row:
+        # where all is verified no other token of the policy comes behind it.
+        before_R = up_to_stop(tokens_RG, requests)
+        useful_R = np.minimum(limits_R, before_R + (rejects or all_of_it))
+        known_R = limits_R if rejects else np.minimum(limits_R, before_R)
         self.planner.calibration.observe_room(known_R[limits_R > 0])
         verified_R = useful_R if all_of_it else np.minimum(self.planner.plan(confidence_RG, known_R), useful_R)
         if not verified_R.any():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from helpers.kernel_cases.common import Draw, case
 
@@ -26,6 +28,7 @@ def token_draws(device: torch.device, dtype: torch.dtype) -> None:
             for i in range(rows)
         ]
         logits[-1, vocab // 2 :: 3] = logits[-1].max()  # the likeliest several times
+        params[-1] = replace(params[-1], temperature=0.0 if seed > 1 else 1.0)
         if rows > 3:
             logits[1, 5], logits[2, vocab - 1] = torch.nan, torch.inf
         positions = draw.integers(0, 1 << 20, rows)
@@ -63,3 +66,25 @@ def draws_beside_filters(device: torch.device, dtype: torch.dtype) -> None:
         assert torch.equal(torchs[[2, 4]], ours[[2, 4]])
     ranks = (logits > logits.gather(1, found[0].unsqueeze(1))).sum(1)
     assert ranks[2] < 3
+
+
+LAST = 26683238  # the first position at which the uniform of seed 0 is the largest there is
+
+
+@case
+def draws_of_the_last_token(device: torch.device, dtype: torch.dtype) -> None:
+    """The largest uniform, and sums of many rows that round either way: nothing is drawn that has no probability,
+    though nothing else stands behind the last token, or part, that has any."""
+    draw, rows = Draw(device, torch.float32, 0), 16
+    seeds, greedy = torch.zeros(rows, dtype=torch.int64, device=device), torch.zeros(rows, device=device).bool()
+    positions = torch.full_like(seeds, LAST)
+    assert (uniforms(seeds, positions) == 1 - 2**-24).all()
+    for vocab, end in ((PART + 5, PART // 2), (12 * PART, 10 * PART)):
+        logits = draw.normal(rows, vocab)
+        logits[:, end:] = -1000.0
+        tokens, logprobs, finite = draw_tokens(logits, torch.ones(rows, device=device), greedy, seeds, positions)
+        assert finite.all()
+        assert (tokens < end).all()
+        shares, at = logits.double().softmax(-1), tokens.unsqueeze(1)
+        assert (shares.cumsum(-1).gather(1, at) > 1 - 2e-6).all()
+        torch.testing.assert_close(logprobs.double(), shares.gather(1, at).log().squeeze(1), rtol=0, atol=1e-5)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.engines import adapter_update, ask, assert_idle, make_engine, tokens_of
@@ -20,6 +21,7 @@ from helpers.speculating import ALL, PARAMS, PROMPTS, Book, assert_same, book_of
 from miles_k3.errors import EngineError
 from miles_k3.rollout.embedded import attention, speculation
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
+from miles_k3.rollout.embedded.request import Request
 from miles_k3.rollout.embedded.speculation import Speculator
 from miles_k3.rollout.speculative import acceptance
 from miles_k3.rollout.speculative.acceptance import AcceptMode
@@ -175,6 +177,34 @@ def test_nothing_is_verified_behind_a_drafted_stop_token(accept: AcceptMode, mod
     stats = engine.stats()
     own = 1 + (mode is PlanMode.TRIM and accept is AcceptMode.COUPLED)  # the prompt's, and the stop token
     assert stats["drafted_tokens"] == stats["accepted_tokens"] == sum(max(0, len(w) - own) for w in wanted)
+
+
+@pytest.mark.parametrize(("accept", "room"), [(AcceptMode.COUPLED, [3, 2, 1]), (AcceptMode.REJECTION, [4, 3, 2])])
+def test_whole_blocks_have_no_more_room_than_chosen_ones(accept: AcceptMode, room: list[int]) -> None:
+    """Verified unseen, a stop token is among them, but no token of the policy comes behind it: expecting both would
+    promise one too many. Under rejection room may not depend on what was drafted."""
+    engine = speculating_engine(how={"accept": accept, "mode": PlanMode.TRIM})
+    assert engine.speculator is not None
+    ends = SamplingParams(stop_token_ids=(9,))
+    requests = [Request(id=str(i), prompt=(1,), params=ends, version=-1) for i in range(5)]
+    tokens = np.array([[1, 2, 3, 4, 5], [1, 2, 9, 4, 5], [9, 9, 9, 9, 9], [1, 2, 3, 9, 5], [9, 9, 9, 9, 9]])
+    limits = np.array([3, 4, 2, 1, 0])
+    proposal = engine.speculator.choose(requests, limits, tokens, np.full(tokens.shape, 0.5), whole=True)
+    assert proposal is not None
+    assert proposal.lengths.tolist() == proposal.useful_R.tolist() == [3, 3, 1, 1, 0]
+    calibration = engine.speculator.planner.calibration
+    assert calibration.blocks == 4
+    assert calibration.room_G[:3].tolist() == room
+
+
+def test_a_supposed_acceptance_is_what_confidences_say() -> None:
+    """Of a random draft they mean nothing."""
+    engine = speculating_engine(how={"supposed_acceptance": 0.7})
+    assert engine.speculator is not None
+    request = Request(id="", prompt=(1,), params=SamplingParams(), version=-1)
+    proposal = engine.speculator.choose([request], np.array([5]), np.ones((1, 5), dtype=np.int64), np.zeros((1, 5)))
+    assert proposal is not None
+    assert (proposal.confidence_RG == 0.7).all()
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

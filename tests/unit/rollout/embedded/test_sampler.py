@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from miles_k3.rollout.embedded.sampler import SamplingBatch, processed_logprobs, sample, uniforms
+from miles_k3.rollout.embedded.sampler import SamplingBatch, processed_logprobs, sample, signed_seed, uniforms
 from miles_k3.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -29,11 +33,13 @@ def split_mix(state: int) -> int:
     return state ^ state >> 31
 
 
-@pytest.mark.parametrize(("seed", "position"), [(0, 0), (1, 0), (2**63 - 1, 5), (12345678901234, 10**6)])
+@pytest.mark.parametrize(
+    ("seed", "position"), [(0, 0), (1, 0), (2**63 - 1, 5), (12345678901234, 10**6), (2**64 - 1, 3)]
+)
 def test_uniform_equals_the_integer_formula(seed: int, position: int) -> None:
     golden = 0x9E3779B97F4A7C15
     bits = split_mix((split_mix((seed + golden) % 2**64) + (position + 1) * golden) % 2**64)
-    assert uniforms(torch.tensor([seed]), torch.tensor([position])).item() == (bits >> 40) / 2**24
+    assert uniforms(torch.tensor([signed_seed(seed)]), torch.tensor([position])).item() == (bits >> 40) / 2**24
 
 
 def test_uniforms_are_uniform_and_unrelated() -> None:
@@ -159,3 +165,26 @@ def test_seeds_of_64_bits() -> None:
     logits = torch.zeros(2, 100)
     tokens, _, _ = draw(logits, [SamplingParams(seed=2**64 - 1), SamplingParams(seed=-1)], [0, 0])
     assert tokens[0] == tokens[1]
+
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+def test_kernels_draw_what_needs_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 logits, in whatever number of rows and order; top-k and top-p, which greedy requests don't need, are
+    torch's."""
+    seen: list[tuple[Any, ...]] = []
+    drawn = torch.full((3,), -5), torch.full((3,), -5.0), torch.zeros(3, dtype=torch.bool)
+    kernels = SimpleNamespace(draw_tokens=lambda *given: seen.append(given) or drawn)
+    monkeypatch.setitem(sys.modules, "miles_k3.k3.kernels.token_draw", kernels)
+    params = [SamplingParams(temperature=0.0, top_k=3), SamplingParams(seed=2**64 - 1, temperature=0.5)]
+    logits, positions = torch.randn(3, 7).bfloat16(), torch.tensor([5, 6, 7])
+    rows = SamplingBatch.of(params, 7, CPU, on_kernels=True).rows(torch.tensor([1, 0, 1]))
+    assert sample(logits, rows, positions) is drawn
+    ((given, temperature, greedy, seeds, at),) = seen
+    assert given.dtype == torch.float32
+    assert temperature.tolist() == [0.5, 1.0, 0.5]
+    assert greedy.tolist() == [False, True, False]
+    assert seeds.tolist() == [-1, 0, -1]
+    assert at is positions
+    batch = SamplingBatch.of([*params, SamplingParams(top_p=0.5)], 7, CPU, on_kernels=True)
+    tokens, logprobs, finite = sample(logits, batch, positions)
+    assert (tokens < 0).tolist() == (logprobs == -5.0).tolist() == (~finite).tolist() == [True, True, False]

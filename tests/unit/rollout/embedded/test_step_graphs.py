@@ -139,7 +139,7 @@ def test_whole_blocks_are_drafted_where_they_are_verified(
 
     def chosen(requests: Any, limits_R: Any, tokens_RG: Any, *rest: Any, **how: Any) -> Any:
         proposal = choose(requests, limits_R, tokens_RG, *rest, **how)
-        most_R = np.minimum(limits_R, up_to_stop(tokens_RG, requests, with_it=True))
+        most_R = np.minimum(limits_R, up_to_stop(tokens_RG, requests) + 1)
         cut.append(int(most_R.sum()) - (0 if proposal is None else int(proposal.lengths.sum())))
         return proposal
 
@@ -238,13 +238,16 @@ def test_stops_inside_an_accepted_block(expected: list[Completion], more: int) -
 
 @pytest.mark.slow
 def test_new_versions_need_no_new_graphs(expected: list[Completion]) -> None:
-    """Adapters and drafts of each step of a run come to where graphs read already, while others' requests run on."""
-    engine = recording(telling_engine(expected[:4], max_running=4))
+    """Adapters and drafts of each step of a run come to where graphs read already, while others' requests run on, each
+    under its own draft: as much is accepted as where steps are launched."""
+    engine, launched = (telling_engine(expected[:4], max_running=4) for _ in range(2))
+    recording(engine)
     plain = make_engine(top_k=ALL, max_running=4)
     weights = telling_weights(small_config(markov_rank=256), [a.token_ids for a in expected[4:8]])
     for version in range(5):
-        found = [asyncio.run(_through_swap(e, version, weights)) for e in (engine, plain)]
-        assert_same(engine, *found)
+        found = [asyncio.run(_through_swap(e, version, weights)) for e in (engine, plain, launched)]
+        assert_same(engine, *found[:2])
+    assert engine.speculator.counters == launched.speculator.counters  # type: ignore[union-attr]
     keys: list[Any] = list(engine.runner.graphs.verify._recorded)  # type: ignore[union-attr]
     assert {slot for key in keys for slot in key[-2]} == {(0, 3.0), (1, 3.0)}
     assert len({draft for key in keys for draft in key[-1]}) == 2

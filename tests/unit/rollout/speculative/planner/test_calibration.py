@@ -58,6 +58,28 @@ def test_a_modest_draft_is_soon_believed() -> None:
     assert said < 0.35 * true
 
 
+def test_one_refused_block_says_little() -> None:
+    """The first position's confidences keep 8 of 9 parts; the others, of which nothing was seen, are moved half as
+    much."""
+    calibration, half = Calibration(block_size=SIZE), np.full((1, SIZE), 0.525)
+    calibration.observe(half, np.array([SIZE]), np.array([0]))
+    found = calibration(np.full((1, SIZE), 0.325))[0]
+    moved = 0.325 * 8 / np.array([9, 8.5, 8.25, 8.125])
+    assert found[1:].tolist() == pytest.approx(moved[1:].tolist())
+    assert 0.85 * moved[0] < found[0] <= moved[0]  # pooled with the bin that was refused
+
+
+def test_what_is_believed_is_made_anew_when_enough_is_new() -> None:
+    calibration, confidence = Calibration(block_size=SIZE), np.random.default_rng(1).random((9, SIZE))
+    play(calibration, 2)
+    believed, seen = calibration(confidence), calibration.reached_GE.sum()
+    while calibration.reached_GE.sum() <= 1.02 * seen:
+        assert (calibration(confidence) == believed).all()
+        calibration.observe(np.full((1, SIZE), 0.5), np.array([1]), np.array([0]))
+    assert (calibration(confidence) == Calibration.from_json(calibration.to_json())(confidence)).all()
+    assert (calibration(confidence) != believed).any()
+
+
 def test_counts_are_of_reached_positions() -> None:
     calibration = Calibration(block_size=SIZE)
     confidence = np.full((3, SIZE), 0.5)

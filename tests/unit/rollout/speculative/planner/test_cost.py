@@ -122,7 +122,13 @@ def test_measured_with_a_clock() -> None:
         nonlocal now
         now += 0.1 * requests
 
-    found = measure_costs(verify, draft, [1, 2], 3, repeats=5, clock=lambda: now)
+    def whole(requests: int) -> None:
+        nonlocal now
+        now += 0.7 * requests
+
+    found = measure_costs(verify, draft, [1, 2], 3, repeats=5, clock=lambda: now, whole=whole)
     assert [c.positions for c in found.curves] == [(1, 2, 3, 4), (2, 4, 6, 8)]
     assert [c.seconds for c in found.curves] == [pytest.approx((1, 1, 1, 1)), pytest.approx((1, 1, 2, 2))]
     assert [c.draft_s for c in found.curves] == pytest.approx([0.1, 0.2])
+    assert [c.whole_s for c in found.curves] == pytest.approx([0.7, 1.4])
+    assert measure_costs(verify, draft, [1], 3, clock=lambda: now).whole_seconds(1) is None
