@@ -63,7 +63,8 @@ def in_words(engine: EmbeddedEngine) -> str:
     drafting = "" if draft is None else f"; a draft of {draft.num_hidden_layers} layers, blocks of {draft.block_size}"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     dtype = str(engine.runner.model.weights.embed.dtype).removeprefix("torch.")
-    return f"{c.num_hidden_layers} layers of {c.hidden_size}, {c.num_experts} experts{drafting}; {dtype} on {name}"
+    where = f"{dtype} on {name}{'' if _tiers(engine) is UNPADDED else ', recorded steps'}"
+    return f"{c.num_hidden_layers} layers of {c.hidden_size}, {c.num_experts} experts{drafting}; {where}"
 
 
 def _tiers(engine: EmbeddedEngine) -> Tiers:

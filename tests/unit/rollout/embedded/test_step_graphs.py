@@ -283,6 +283,7 @@ def test_costs_are_those_of_the_graphs(expected: list[Completion]) -> None:
     assert engine.speculator is not None
     audit, engine.speculator.audit = engine.speculator.audit, None
     profile = measure_engine(engine, repeats=1)
+    assert profile.engine.endswith("float32 on cpu, recorded steps")
     assert profile.tiers.requests == (1, 2, 4, 6)
     for curve in profile.curves:
         assert curve.whole_s is not None
