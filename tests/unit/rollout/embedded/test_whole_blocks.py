@@ -3,13 +3,15 @@ with some requests that get no block."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.engines import ask, make_engine
+from helpers.drafts import small_config, telling_weights
+from helpers.engines import ask, make_engine, tokens_of
 from helpers.padded import recording, replays
 from helpers.speculating import ALL, PROMPTS
 from numpy.typing import NDArray
@@ -17,6 +19,7 @@ from unit.rollout.embedded import test_step_graphs as scenarios
 from unit.rollout.embedded.test_rejection_graphs import rejecting
 from unit.rollout.embedded.test_step_graphs import PARAMS
 
+from miles_k3.k3.draft_params import MARKOV_W2
 from miles_k3.rollout.embedded.engine import EmbeddedEngine
 from miles_k3.rollout.embedded.fused.graphs.verify import STOPS, Shape
 from miles_k3.rollout.speculative.planner.choice import PlanMode
@@ -102,3 +105,17 @@ def test_under_rejection_they_are_verify_alls(expected: list[Completion]) -> Non
         assert replays(engine)["others"] == 0
         assert engine.speculator.audit.wrong == 0  # type: ignore[union-attr]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+def test_drafts_of_two_versions_under_rejection(expected: list[Completion]) -> None:
+    """Recorded and launched, each request's tokens are judged by what its own draft drew them from."""
+    engines = [rejecting(expected, max_running=4), recording(rejecting(expected, max_running=4))]
+    weights = telling_weights(small_config(markov_rank=256), [a.token_ids for a in expected[4:8]])
+    weights[MARKOV_W2] = weights[MARKOV_W2] / 10
+    for version in range(3):
+        answers = [asyncio.run(scenarios._through_swap(engine, version, weights)) for engine in engines]
+        assert tokens_of(answers[0]) == tokens_of(answers[1])
+    keys: list[Any] = list(engines[1].runner.graphs.verify._recorded)  # type: ignore[union-attr]
+    assert any(len(key[-1]) == 2 for key in keys)
+    assert replays(engines[1])["others"] == 0
