@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(240)]
         (("tp=2", "ep=2"), 2, 1),
         (("pp=2",), 2, 4),
         (("cp=2",), 2, 1),
-        (("ep=2",), 2, 2),
+        pytest.param(("ep=2",), 2, 2, marks=pytest.mark.parallel),
     ],
     ids=["tp and ep", "pp", "cp", "ep and dp"],
 )

@@ -79,6 +79,7 @@ def test_requests_of_one_prompt_share_their_experts() -> None:
     assert chosen[True] == config.num_experts_per_token * len(config.moe_layers) < chosen[False]
 
 
+@pytest.mark.slow
 def test_train_rows(tmp_path: Path) -> None:
     line = ["bench", "train", "tiny-cpu", "--tokens", "64", "--repeats", "1", "--out", str(tmp_path)]
     assert CliRunner().invoke(app, line, catch_exceptions=False).exit_code == 0
