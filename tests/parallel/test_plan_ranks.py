@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.timeout(240)]
     ("layout", "ranks", "micro_batches"),
     [
         (("tp=2", "ep=2"), 2, 1),
-        (("pp=2",), 2, 4),
-        (("cp=2",), 2, 1),
+        pytest.param(("pp=2",), 2, 4, marks=pytest.mark.parallel),
+        pytest.param(("cp=2",), 2, 1, marks=pytest.mark.parallel),
         pytest.param(("ep=2",), 2, 2, marks=pytest.mark.parallel),
     ],
     ids=["tp and ep", "pp", "cp", "ep and dp"],
