@@ -72,7 +72,7 @@ CASES = [
     Case(name="cp4_few", ranks=4, parallel={"cp": 4}, batches="few"),
 ]  # fmt: skip
 # One layout for each means of the trainer, and the means together where they meet: `make test` takes these.
-QUICK = ("tp2_ep2", "pp2_vpp2", "cp2_all_terms", "ep2_two_updates_all_terms", "dp2", "tp2_cp2_replay", "pp4_few")
+QUICK = ("pp2_vpp2", "cp2_all_terms", "ep2_two_updates_all_terms", "dp2", "tp2_cp2_replay")
 BY_NAME = {case.name: case for case in CASES}
 
 
