@@ -38,7 +38,7 @@ class Calibration:
     room_G: NDArray[np.float64] = field(init=False)
     blocks: int = field(init=False, default=0)
     rounds: int = field(init=False, default=0)  # that changed what is believed
-    _fits: list[NDArray[np.float64]] = field(init=False, default_factory=list)  # by position, once asked for
+    _fits: NDArray[np.float64] | None = field(init=False, default=None)  # [G, E], once asked for
     _fitted_of: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -55,23 +55,27 @@ class Calibration:
                 f"a round of blocks of {confidence_RG.shape[1]} (expected {self.block_size}), with up to "
                 f"{int((accepted_R - verified_R).max(initial=0))} tokens more accepted than verified"
             )
-        bins_RG = _bins(confidence_RG)
-        for k in range(self.block_size):
-            reached = (verified_R > k) & (accepted_R >= k)
-            if not reached.any():
-                break  # nor any position behind it
-            np.add.at(self.reached_GE[k], bins_RG[reached, k], 1.0)
-            np.add.at(self.accepted_GE[k], bins_RG[reached & (accepted_R > k), k], 1.0)
+        at_G = np.arange(self.block_size)
+        reached_RG = (verified_R[:, None] > at_G) & (accepted_R[:, None] >= at_G)
+        places_RG = at_G * BINS + _bins(confidence_RG)
+        for counts_GE, counted_RG in (
+            (self.reached_GE, reached_RG),
+            (self.accepted_GE, reached_RG & (accepted_R[:, None] > at_G)),
+        ):
+            counts_GE += np.bincount(places_RG[counted_RG], minlength=counts_GE.size).reshape(counts_GE.shape)
         if self.reached_GE.sum() > (1 + STALE) * self._fitted_of:
-            self._fits.clear()
+            self._fits = None
         self.rounds += 1
 
     def __call__(self, confidence_RG: NDArray[np.float64]) -> NDArray[np.float64]:
         """Calibrated acceptance of each position given that all before it are accepted: [R, G] in [0, 1]."""
-        self._fits = self._fits or self._fitted()
-        centres = _centres()
-        columns = [np.interp(confidence_RG[:, k], centres, self._fits[k]) for k in range(self.block_size)]
-        return np.stack(columns, axis=1)
+        if self._fits is None:
+            self._fits = self._fitted()
+        # Linear between the bins' centres, which are evenly spaced; outside of them the nearest one's.
+        place_RG = np.clip(confidence_RG * BINS - 0.5, 0.0, BINS - 1.0)
+        low_RG = np.minimum(place_RG.astype(np.int64), BINS - 2)
+        share_RG, at_G = place_RG - low_RG, np.arange(self.block_size)
+        return (1.0 - share_RG) * self._fits[at_G, low_RG] + share_RG * self._fits[at_G, low_RG + 1]
 
     def rates(self) -> NDArray[np.float64]:
         """Mean acceptance by position where it was reached, whatever the confidence: [G].
@@ -91,20 +95,23 @@ class Calibration:
         """Share of blocks of which each position could be committed: [G]. Unknown counts as all."""
         return (self.room_G + ROOM) / (self.blocks + ROOM)
 
-    def _fitted(self) -> list[NDArray[np.float64]]:
-        fits, centres, self._fitted_of = [], _centres(), float(self.reached_GE.sum())
+    def _fitted(self) -> NDArray[np.float64]:
+        centres_E, self._fitted_of = _centres(), float(self.reached_GE.sum())
+        reached_G, accepted_G = self.reached_GE.sum(1).tolist(), self.accepted_GE.sum(1).tolist()
+        expected_G = (self.reached_GE @ centres_E).tolist()
+        prior_GE = np.tile(centres_E, (self.block_size, 1))
         count = expected = accepted = 0.0  # of a position, and half of what was seen before it
-        for reached_E, accepted_E in zip(self.reached_GE, self.accepted_GE, strict=True):
-            count = count / 2 + reached_E.sum()
-            expected = expected / 2 + reached_E @ centres
-            accepted = accepted / 2 + accepted_E.sum()
-            prior_E = centres
+        for k in range(self.block_size):
+            count = count / 2 + reached_G[k]
+            expected = expected / 2 + expected_G[k]
+            accepted = accepted / 2 + accepted_G[k]
             if count:
                 mean = expected / count
-                prior_E = _moved(centres, mean, (accepted + PRIOR * mean) / (count + PRIOR))
-            weights_E = reached_E + PRIOR
-            fits.append(np.array(isotonic(((accepted_E + PRIOR * prior_E) / weights_E).tolist(), weights_E.tolist())))
-        return fits
+                prior_GE[k] = _moved(centres_E, mean, (accepted + PRIOR * mean) / (count + PRIOR))
+        weights_GE = self.reached_GE + PRIOR
+        found_GE = (self.accepted_GE + PRIOR * prior_GE) / weights_GE
+        pairs = zip(found_GE.tolist(), weights_GE.tolist(), strict=True)
+        return np.array([isotonic(found_E, weights_E) for found_E, weights_E in pairs])
 
     def to_json(self) -> dict[str, Any]:
         return {"reached": self.reached_GE.tolist(), "accepted": self.accepted_GE.tolist()}

@@ -44,13 +44,14 @@ def choose(worth_RG: NDArray[np.float64], profile: CostProfile) -> Choice:
     """The choice with the most expected tokens a second. Worths must not rise along a block; 0 where nothing may go."""
     requests, possible = len(worth_RG), int((worth_RG > 0).sum())
     drafting = profile.draft_seconds(int((worth_RG > 0).any(axis=1).sum())) if possible else 0.0
-    nothing, everything = profile.seconds(requests, [requests, requests + possible])
+    seconds_M = profile.table(requests, possible)
+    nothing, everything = float(seconds_M[0]), float(seconds_M[-1])
     total = requests + float(worth_RG.sum())
     if everything <= (1 + FLAT) * nothing and total * nothing >= requests * everything:
-        return Choice(drafted_R=(worth_RG > 0).sum(1), tokens=total, seconds=drafting + float(everything))
+        return Choice(drafted_R=(worth_RG > 0).sum(1), tokens=total, seconds=drafting + everything)
     best = np.sort(worth_RG, axis=None)[::-1][:possible]
     tokens_M = requests + np.concatenate([[0.0], np.cumsum(best)])
-    seconds_M = drafting + profile.seconds(requests, requests + np.arange(possible + 1))
+    seconds_M = drafting + seconds_M
     m = int(np.argmax(tokens_M / seconds_M))
     return Choice(drafted_R=take(worth_RG, m), tokens=float(tokens_M[m]), seconds=float(seconds_M[m]))
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -65,9 +66,8 @@ class Tiers:
     positions: tuple[int, ...] = ()
 
     def load(self, requests: int) -> int:
-        if not self.requests:
-            return requests
-        return int(_padded(np.asarray(requests), self.requests))
+        at = bisect_left(self.requests, requests)
+        return self.requests[at] if at < len(self.requests) else requests
 
     def padded(self, requests: int, positions_M: ArrayLike) -> NDArray[np.int64]:
         """Where only the anchors are fed, a load is padded as one of requests."""
@@ -89,11 +89,16 @@ def _padded(x: NDArray[np.int64], tiers: tuple[int, ...]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostProfile:
-    """Curves by load, ascending. `engine`: in words, what was measured."""
+    """Curves by load, ascending. `engine`: in words, what was measured.
+
+    What was worked out is kept: an engine asks for the same at every step, while its device waits.
+    """
 
     curves: tuple[Curve, ...]
     tiers: Tiers = UNPADDED
     engine: str = ""
+    _around: dict[int, tuple[Curve, Curve, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _tables: dict[int, NDArray[np.float64]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         loads = [c.requests for c in self.curves]
@@ -136,6 +141,13 @@ class CostProfile:
             return low.at(positions_M)
         return (1 - share) * low.at(positions_M) + share * high.at(positions_M)
 
+    def table(self, requests: int, most: int) -> NDArray[np.float64]:
+        """`seconds` of 0 to `most` positions more than the anchors: [most + 1]. Not to be written to."""
+        found = self._tables.get(requests)
+        if found is None or len(found) <= most:
+            found = self._tables[requests] = self.seconds(requests, requests + np.arange(most + 1))
+        return found[: most + 1]
+
     def draft_seconds(self, requests: int) -> float:
         low, high, share = self._between(requests)
         return (1 - share) * low.draft_s + share * high.draft_s
@@ -150,7 +162,11 @@ class CostProfile:
 
     def _between(self, requests: int) -> tuple[Curve, Curve, float]:
         """The curves around a load, and how far it is from the first to the second."""
-        requests = self.tiers.load(requests)
+        if requests not in self._around:
+            self._around[requests] = self._found_between(self.tiers.load(requests))
+        return self._around[requests]
+
+    def _found_between(self, requests: int) -> tuple[Curve, Curve, float]:
         below = [c for c in self.curves if c.requests <= requests]
         above = [c for c in self.curves if c.requests > requests]
         if not below or not above:
@@ -160,7 +176,8 @@ class CostProfile:
         return low, high, (requests - low.requests) / (high.requests - low.requests)
 
     def save(self, path: Path) -> None:
-        write_text(path, json.dumps(asdict(self), indent=1) + "\n")
+        content = {"curves": [asdict(c) for c in self.curves], "tiers": asdict(self.tiers), "engine": self.engine}
+        write_text(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> CostProfile:

@@ -99,8 +99,8 @@ class Planner:
         assert self.profile is not None
         of_one = load.worth.value * self._plain(requests) / requests
         size = worth_FG.shape[1]
-        ends = self.profile.seconds(requests, [requests, requests * (1 + size)])
-        position = float(ends[1] - ends[0]) / (requests * size)
+        seconds_M = self.profile.table(requests, requests * size)
+        position = float(seconds_M[-1] - seconds_M[0]) / (requests * size)
         one, all_of_them = self.profile.draft_seconds(1), self.profile.draft_seconds(len(worth_FG))
         block = max(0.0, all_of_them - one) / max(1, len(worth_FG) - 1)
         saved_FG = of_one * np.cumsum(worth_FG, axis=1) - position * np.arange(1, size + 1)
@@ -226,9 +226,11 @@ class Planner:
             useful_R = verified_R
         at_G = np.arange(self.calibration.block_size)
         behind_RG = (at_G >= verified_R[:, None]) & (at_G < useful_R[:, None]) & (accepted_R == verified_R)[:, None]
-        more_RG = np.cumprod(np.where(behind_RG, self.calibration(confidence_RG), 1.0), axis=1) * behind_RG
+        found_R = accepted_R.astype(np.float64)
+        if behind_RG.any():
+            more_RG = np.cumprod(np.where(behind_RG, self.calibration(confidence_RG), 1.0), axis=1) * behind_RG
+            found_R += more_RG.sum(axis=1)
         usual_G = np.cumsum(np.cumprod(self.calibration.rates()))
-        found_R = accepted_R + more_RG.sum(axis=1)
         for history, useful, found in zip(histories, useful_R.tolist(), found_R.tolist(), strict=True):
             if useful:
                 history.observe(found, float(usual_G[useful - 1]))

@@ -90,6 +90,33 @@ def test_counts_are_of_reached_positions() -> None:
     assert calibration.rates().tolist() == pytest.approx([(2 + 8 * GOOD) / 10, (1 + 8 * GOOD) / 10, GOOD, GOOD])
 
 
+def test_between_bins_it_is_linear() -> None:
+    """As numpy has it, with the bins' centres as places and what is believed of them as values."""
+    calibration = Calibration(block_size=SIZE)
+    play(calibration, 60)
+    centres_E = (np.arange(20) + 0.5) / 20
+    believed_EG = calibration(np.tile(centres_E[:, None], SIZE))
+    ends_RG = np.repeat([[0.0], [1.0]], SIZE, axis=1)
+    asked_RG = np.concatenate([np.random.default_rng(0).random((200, SIZE)), ends_RG])
+    wanted_RG = np.stack([np.interp(asked_RG[:, k], centres_E, believed_EG[:, k]) for k in range(SIZE)], axis=1)
+    np.testing.assert_allclose(calibration(asked_RG), wanted_RG, rtol=0, atol=1e-12)
+
+
+def test_a_round_is_counted_as_its_requests_one_by_one() -> None:
+    rng = np.random.default_rng(3)
+    confidence_RG, verified_R = rng.random((40, SIZE)), rng.integers(0, SIZE + 1, 40)
+    accepted_R = np.minimum(rng.integers(0, SIZE + 1, 40), verified_R)
+    calibration = Calibration(block_size=SIZE)
+    calibration.observe(confidence_RG, verified_R, accepted_R)
+    reached_GE, accepted_GE = np.zeros((SIZE, 20)), np.zeros((SIZE, 20))
+    for confidence_G, verified, accepted in zip(confidence_RG, verified_R, accepted_R, strict=True):
+        for k in range(min(accepted + 1, verified)):
+            reached_GE[k, int(confidence_G[k] * 20)] += 1
+            accepted_GE[k, int(confidence_G[k] * 20)] += k < accepted
+    np.testing.assert_array_equal(calibration.reached_GE, reached_GE)
+    np.testing.assert_array_equal(calibration.accepted_GE, accepted_GE)
+
+
 def test_json_round_trip() -> None:
     calibration = Calibration(block_size=SIZE)
     play(calibration, 3)

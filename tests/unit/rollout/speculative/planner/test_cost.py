@@ -47,6 +47,21 @@ def test_between_and_outside_of_points() -> None:
     assert profile.draft_seconds(5) == 1.25
 
 
+@pytest.mark.parametrize("tiers", [Tiers(), Tiers(requests=(4, 8), positions=(6, 12))])
+def test_what_is_kept_is_what_was_worked_out(tiers: Tiers, tmp_path: Path) -> None:
+    """Each load's table grows when more of it is asked for, and stays out of the file and of comparisons."""
+    points = [(4, 4, 1.0), (4, 8, 2.0), (8, 8, 3.0), (8, 16, 3.5)]
+    profile, fresh = (CostProfile.of(points, {4: 1.0, 8: 2.0}, tiers) for _ in range(2))
+    for requests in (3, 4, 6, 9, 3):
+        for most in (2, 0, 7, 5):
+            wanted = fresh.seconds(requests, requests + np.arange(most + 1))
+            np.testing.assert_array_equal(profile.table(requests, most), wanted)
+    assert profile == fresh
+    profile.save(tmp_path / "costs.json")
+    assert set(json.loads((tmp_path / "costs.json").read_text())) == {"curves", "tiers", "engine"}
+    assert CostProfile.load(tmp_path / "costs.json") == fresh
+
+
 def test_file_round_trip(tmp_path: Path) -> None:
     points = [(1, 1, 0.1), (1, 2, 0.30000000000000004), (7, 7, 1e-9)]
     profile = CostProfile.of(points, {1: 0.01}, whole_s={1: 0.5, 7: 2.0})
