@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from helpers.oracle64 import Oracle64
 from helpers.pool_driver import poison
-from helpers.tiny import tiny_adapter, tiny_config, tiny_weights
+from helpers.tiny import mild_weights, tiny_adapter, tiny_config, tiny_weights
 from torch import Tensor
 
 from miles_k3.adapters.update import make_update
@@ -24,27 +24,11 @@ ADAPTER = AdapterConfig(rank=4, alpha=12.0)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8)
 
 
-# Factors on tiny-A's weights that keep activations out of saturation and softmaxes soft.
-_CALM = {
-    "up_proj": 0.25, "gate_proj": 0.25, "res_proj": 0.2, "o_proj": 0.3, "q_b_proj": 0.5, "kv_b_proj": 0.5,
-    "lm_head": 0.5,
-}  # fmt: skip
-
-
 @cache
 def weights(*, calm: bool = True, seed: int = 0) -> dict[str, Tensor]:
     """Tiny-A's weights. Those of the specification amplify rounding to 1e-3 nats and more, NaiveK3's in fp32 as well;
-    `calm` ones keep it near 1e-5, so that any order of summation gives the same tokens."""
-    drawn = tiny_weights(tiny_config(), seed)
-    if not calm:
-        return drawn
-    out = {}
-    for name, tensor in drawn.items():
-        factors = [f for part, f in _CALM.items() if part in name and "routed" not in name]
-        out[name] = tensor * factors[0] if factors else tensor
-        if name.endswith("w3.weight_scale"):
-            out[name] = tensor - 2
-    return out
+    `calm` ones are mild, so that any order of summation gives the same tokens."""
+    return (mild_weights if calm else tiny_weights)(tiny_config(), seed)
 
 
 def make_engine(

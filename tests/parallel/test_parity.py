@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.parity import Bench, Case, check
+from helpers.parity import SECTION, Bench, Case, check
 from helpers.trainers import adapter_tensors
 
 pytestmark = [pytest.mark.timeout(240)]  # the first imports megatron
@@ -72,7 +72,7 @@ CASES = [
     Case(name="cp4_few", ranks=4, parallel={"cp": 4}, batches="few"),
 ]  # fmt: skip
 # One layout for each means of the trainer, and the means together where they meet: `make test` takes these.
-QUICK = ("pp2_vpp2", "cp2_all_terms", "ep2_two_updates_all_terms", "dp2", "tp2_cp2_replay")
+QUICK = ("pp2_vpp2", "cp2_all_terms", "dp2", "tp2_ep2_replay")
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -95,7 +95,7 @@ def test_the_work_is_worth_comparing(bench: Bench, batches: str) -> None:
     wanted = bench.one_rank(Case(name="plain", batches=batches))
     assert all(float(gradient.norm()) > 0 for gradient in wanted.gradients.values())
     assert all(abs(stats.loss) > 0.01 for stats in wanted.stats)
-    assert all(stats.grad_norm > 1.0 for stats in wanted.stats)  # above grad_clip: clipping takes part
+    assert all(stats.grad_norm > SECTION["grad_clip"] for stats in wanted.stats)  # clipping takes part
     start = adapter_tensors()
     for name, tensor in wanted.adapter.items():
         assert float((tensor - start[name]).norm() / tensor.norm()) > 1e-2, name

