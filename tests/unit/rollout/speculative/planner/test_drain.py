@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from helpers.draining import Batch, beside_off, profile_of
 from numpy.typing import NDArray
 
 from miles_k3.rollout.speculative.planner.choice import PlanMode
-from miles_k3.rollout.speculative.planner.cost import CostProfile
+from miles_k3.rollout.speculative.planner.cost import CostProfile, Curve
 from miles_k3.rollout.speculative.planner.drain import Costs, Drain, Gains, draining
 from miles_k3.rollout.speculative.planner.history import Ease, History
 
@@ -175,24 +176,30 @@ def test_no_small_batch_with_prompts_loses(profile, requests: int, chances: str,
 MEASURED = Path(__file__).parents[5] / "docs" / "data" / "speculative_h200.json"
 
 
+# A step of whole blocks: as measured, for less than a draft and a verify, or not to be had.
+AT_ONCE: dict[str, Callable[[Curve], float | None]] = {
+    "measured": lambda curve: curve.whole_s,
+    "cheap": lambda curve: 0.85 * (curve.draft_s + curve.seconds[-1]),
+    "none": lambda curve: None,
+}
+
+
 @pytest.mark.parametrize(
     ("requests", "chance", "at_once"),
     [
-        (256, 0.8, 0.85),
+        (256, 0.8, "measured"),
         *(
             pytest.param(n, chance, at_once, marks=pytest.mark.slow)
-            for n in (1, 8, 64, 256) for chance in (0.8, 0.5, 0.1) for at_once in (0.85, None)
+            for n in (1, 8, 64, 256) for chance in (0.8, 0.5, 0.1) for at_once in AT_ONCE
         ),
     ],
 )  # fmt: skip
-def test_what_an_h200_takes(requests: int, chance: float, at_once: float | None, tmp_path: Path) -> None:
-    """At K3's widths; 64 tokens behind prompts of 32, all as easy to draft: what was accepted of late is luck.
-    A step of whole blocks takes `at_once` of a draft and a verify, or there is no such."""
+def test_what_an_h200_takes(requests: int, chance: float, at_once: str, tmp_path: Path) -> None:
+    """At K3's widths; 64 tokens behind prompts of 32, all as easy to draft: what was accepted of late is luck."""
     (tmp_path / "costs.json").write_text(json.dumps(json.loads(MEASURED.read_text())["coupled"]["costs"]))
     profile = CostProfile.load(tmp_path / "costs.json")
-    if at_once is not None:
-        whole = [replace(c, whole_s=at_once * (c.draft_s + c.seconds[-1])) for c in profile.curves]
-        profile = replace(profile, curves=tuple(whole))
+    whole = tuple(replace(curve, whole_s=AT_ONCE[at_once](curve)) for curve in profile.curves)
+    profile = replace(profile, curves=whole)
 
     def draw(rng: np.random.Generator) -> Batch:
         return Batch(lengths_R=np.full(requests, 64), chances_R=np.full(requests, chance), prompts=32)
