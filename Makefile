@@ -10,6 +10,8 @@ WORKERS := 2
 # One thread a process: two test workers share two cores. Compiled graphs would cost minutes and prove nothing here.
 # Nothing is fetched from a hub while a test runs.
 export OMP_NUM_THREADS ?= 1
+# uv installs no bytecode: where Python may not write any either, each of the tests' processes compiles torch again.
+unexport PYTHONDONTWRITEBYTECODE
 TEST_ENV := TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
 
 help:

@@ -38,6 +38,7 @@ def test_exports_equal_one_ranks(pool: RankPool, case: Case) -> None:
     assert max(t.numel() * t.element_size() for t in wanted.values()) > 2 * SMALL
 
 
+@pytest.mark.parallel
 def test_beyond_its_shard_a_rank_needs_two_buckets(pool: RankPool) -> None:
     """And what the ranks tell one another: less than a bucket here, for an adapter four times as large, too."""
     parallel, bucket = {"tp": 2, "ep": 2}, 1 << 17

@@ -32,7 +32,7 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 SAVERS = ("one", "tp2", "pp2", "ep2", "dp2", "dp2_plain", "cp2", "tp2_cp2", "ep2_dp4")
 LOADERS = ("one", "tp2", "pp2_vpp2", "ep2", "dp2", "cp2", "tp2_cp2", "ep2_dp4")
-QUICK = [("ep2", "pp2_vpp2"), ("cp2", "one")]
+QUICK = [("ep2", "pp2_vpp2")]
 Saved = Callable[[Case], tuple[Path, list[Resumed]]]
 
 

@@ -33,8 +33,8 @@ WIDE = {
     "num_experts": 16, "num_experts_per_token": 4, "moe_intermediate_size": 96, "routed_expert_hidden_size": 192,
 }  # fmt: skip
 CASES = [
-    ({}, torch.float32),
-    ({}, torch.bfloat16),
+    pytest.param({}, torch.float32, marks=pytest.mark.slow),
+    pytest.param({}, torch.bfloat16, marks=pytest.mark.slow),
     ({"v_head_dim": 40, "routed_expert_hidden_size": 96}, torch.float32),  # attention without a fused kernel
     ({"kda_head_dim": 16, "moe_intermediate_size": 160}, torch.bfloat16),
 ]

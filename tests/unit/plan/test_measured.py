@@ -27,14 +27,22 @@ DRAFT = Path(__file__).resolve().parents[3] / "assets" / "tiny-k3-draft"
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
-        ("trainer.recompute=selective", "lora.rank=16", "trainer.micro_batch_tokens=2048"),
-        ("trainer.recompute=full", "rollout.sampling.max_new_tokens=60"),
-        ("model.dtype=bfloat16", "model.base_dtype=mxfp4", "rollout.max_running=64"),
-        ("rollout.speculative.mode=verify_all", f"rollout.speculative.draft={DRAFT}"),
+        pytest.param((), id="as it is", marks=pytest.mark.slow),
+        pytest.param(
+            ("trainer.recompute=selective", "lora.rank=16", "trainer.micro_batch_tokens=2048"),
+            id="selective", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("trainer.recompute=full", "rollout.sampling.max_new_tokens=60"), id="full", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("model.dtype=bfloat16", "model.base_dtype=mxfp4", "rollout.max_running=64"), id="bfloat16"
+        ),
+        pytest.param(
+            ("rollout.speculative.mode=verify_all", f"rollout.speculative.draft={DRAFT}"), id="speculative"
+        ),
     ],
-    ids=["as it is", "selective", "full", "bfloat16", "speculative"],
-)
+)  # fmt: skip
 def test_every_phase_takes_what_is_planned(overrides: tuple[str, ...], tmp_path: Path) -> None:
     recipe = load_recipe("tiny-cpu", [*overrides, "trainer.async_checkpoint=true"]).recipe
     config = read_config(recipe)
