@@ -26,7 +26,7 @@ from miles_k3.rollout.embedded.proposal import Speculative
 from miles_k3.rollout.sglang.engine import SglangEngine
 from miles_k3.rollout.tasks.registry import GradedTask, make_task
 from miles_k3.rollout.tasks.rewards import RewardPool
-from miles_k3.speculating import measure_if_asked, speculative_of
+from miles_k3.speculating import prepare_speculation, speculative_of
 from miles_k3.tokenizer import load_tokenizer
 from miles_k3.types import AdapterConfig
 from miles_k3.world import ALONE, World
@@ -208,7 +208,7 @@ def make_embedded_engine(
             speculative=speculative or speculative_of(rollout.speculative, model.config),
             kernels=rollout.kernels, cuda_graphs=rollout.cuda_graphs,
         )  # fmt: skip
-        measure_if_asked(engine, rollout.speculative)
+        prepare_speculation(engine, rollout.speculative)
         return engine
     except (MemoryError, OverflowError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not re.search("alloc|memory|overflow", str(e)):

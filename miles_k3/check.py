@@ -99,10 +99,18 @@ def _check_layout(found: Findings, recipe: Recipe, config: K3Config, world: Worl
 
 def _check_draft(found: Findings, recipe: Recipe) -> None:
     """What is wrong with it was found with the layout."""
+    from miles_k3.k3.draft_config import DraftConfig
+
     at = recipe.rollout.speculative
     if at.mode != "off" and all(finding.name != "draft" for finding in found):
         costs = {"trim": f", costs {at.costs or 'measured at the start'}"}.get(at.mode, "")
         found.add("draft", True, f"{at.draft}: a draft of this model; {at.mode}, {at.accept}{costs}")
+        longest = longest_sequence(recipe)
+        if at.draft is not None and (most := DraftConfig.from_folder(at.draft).max_position_embeddings) < longest:
+            found.warn(
+                "draft", f"it takes {most} tokens (max_position_embeddings), sequences here have up to {longest}: "
+                "behind that it drafts in vain", "take or train a draft of this length, or lower the lengths",
+            )  # fmt: skip
 
 
 def _assumed_world(recipe: Recipe) -> World:

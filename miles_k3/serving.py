@@ -28,7 +28,7 @@ from miles_k3.rollout.server.metrics import Metrics
 from miles_k3.rollout.server.names import NAME, Names
 from miles_k3.rollout.server.run import address_of, serve
 from miles_k3.rollout.server.state import Server, ServerOptions
-from miles_k3.speculating import measure_if_asked, speculative_of
+from miles_k3.speculating import prepare_speculation, speculative_of
 from miles_k3.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def _engine(plan: ServePlan) -> tuple[EmbeddedEngine, object]:
             speculative=speculative_of(rollout.speculative, config),
             kernels=rollout.kernels, cuda_graphs=rollout.cuda_graphs,
         )  # fmt: skip
-        measure_if_asked(engine, rollout.speculative)
+        prepare_speculation(engine, rollout.speculative)
     except (MemoryError, OverflowError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not re.search("alloc|memory|overflow", str(e)):
             raise

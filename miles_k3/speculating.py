@@ -32,6 +32,21 @@ def speculative_of(section: SpeculativeSection, target: K3Config) -> Speculative
     )  # fmt: skip
 
 
+def prepare_speculation(engine: EmbeddedEngine, section: SpeculativeSection) -> None:
+    """Before a new engine serves: say what its draft wasn't made for, and measure what `trim` goes by."""
+    if engine.speculator is None:
+        return
+    most = engine.speculator.at.config.max_position_embeddings
+    if engine.max_sequence_tokens > most:
+        log.warning(
+            "the draft %s takes %d tokens (max_position_embeddings), sequences here have up to %d: what it drafts "
+            "behind that is hardly ever accepted, which costs time and changes no answer; take or train a draft of "
+            "this length, or lower the lengths",
+            section.draft or "of this engine", most, engine.max_sequence_tokens,
+        )  # fmt: skip
+    measure_if_asked(engine, section)
+
+
 def measure_if_asked(engine: EmbeddedEngine, section: SpeculativeSection) -> None:
     """Give the planner of mode `trim` the costs that the recipe doesn't name, by measuring them now; say where those
     that it names are another engine's, which makes `trim` choose badly, not wrongly."""

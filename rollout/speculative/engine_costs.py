@@ -59,8 +59,12 @@ def measure_engine(engine: EmbeddedEngine, loads: Sequence[int] | None = None, *
 def in_words(engine: EmbeddedEngine) -> str:
     """What costs depend on, for who names a file of them."""
     c, device = engine.config, engine.pool.device
-    draft = engine.speculator.at.config if engine.speculator else None
-    drafting = "" if draft is None else f"; a draft of {draft.num_hidden_layers} layers, blocks of {draft.block_size}"
+    drafting = ""
+    if engine.speculator is not None:
+        at, draft = engine.speculator.at, engine.speculator.at.config
+        drafting = (
+            f"; a draft of {draft.num_hidden_layers} layers, blocks of {draft.block_size}, {at.accept} acceptance"
+        )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     dtype = str(engine.runner.model.weights.embed.dtype).removeprefix("torch.")
     where = f"{dtype} on {name}{'' if _tiers(engine) is UNPADDED else ', recorded steps'}"

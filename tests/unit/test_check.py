@@ -264,6 +264,12 @@ def test_a_draft_and_its_costs_are_read_before_anything_is_loaded(tmp_path: Path
         return [f for f in check_recipe(recipe) if f.name in ("draft", "memory")]
 
     assert [(f.name, f.ok) for f in found()][:2] == [("draft", True), ("memory", True)]
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    told = [f for f in found() if f.name == "draft"]
+    assert [f.level for f in told] == [Level.OK, Level.WARN]
+    assert "it takes 16 tokens" in told[1].text
+    (draft / "config.json").write_text(json.dumps(config))
     costs.write_text("{}")
     assert [(f.name, f.ok) for f in found()] == [("draft", False)]
     weights = draft / "model.safetensors"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,7 +64,10 @@ def test_a_trimming_engine_measures_costs_and_forgets_the_measuring(
     assert planner.profile is not None
     assert [c.requests for c in planner.profile.curves] == [1, 4, 5]
     assert [c.positions for c in planner.profile.curves] == [tuple(n * k for k in range(1, 5)) for n in (1, 4, 5)]
-    assert planner.profile.engine == "8 layers of 96, 8 experts; a draft of 2 layers, blocks of 7; float32 on cpu"
+    assert (
+        planner.profile.engine
+        == "8 layers of 96, 8 experts; a draft of 2 layers, blocks of 7, coupled acceptance; float32 on cpu"
+    )
     named = recipe.rollout.speculative.model_copy(update={"costs": "costs.json"})
     caplog.clear()
     measure_if_asked(engine, named)
@@ -76,6 +81,19 @@ def test_a_trimming_engine_measures_costs_and_forgets_the_measuring(
     engine.speculator = None
     with pytest.raises(EngineError, match="an engine that speculates"):
         measure_engine(engine)
+
+
+def test_a_draft_of_shorter_sequences_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    short = tmp_path / "draft"
+    shutil.copytree(DRAFT, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 48}))
+    lengths = ("task.max_prompt_tokens=32", "rollout.sampling.max_new_tokens={}")
+    for new_tokens, said in ((16, False), (17, True)):
+        caplog.clear()
+        changes = (*ON[:1], f"rollout.speculative.draft={short}", lengths[0], lengths[1].format(new_tokens))
+        load_engine(load_recipe("tiny-cpu", changes).recipe, ALONE)
+        assert any("takes 48 tokens" in m and "sequences here have up to 49" in m for m in caplog.messages) is said
 
 
 def test_measured_verifies_are_as_ragged_as_planned_ones() -> None:
