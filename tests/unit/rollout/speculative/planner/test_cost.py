@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_k3.errors import EngineError
-from miles_k3.rollout.speculative.planner.cost import CostProfile, Curve, Tiers, measure_costs
+from miles_k3.rollout.speculative.planner.cost import KEPT, CostProfile, Curve, Tiers, measure_costs
 from miles_k3.rollout.speculative.planner.isotonic import isotonic
 
 
@@ -60,6 +60,9 @@ def test_what_is_kept_is_what_was_worked_out(tiers: Tiers, tmp_path: Path) -> No
     profile.save(tmp_path / "costs.json")
     assert set(json.loads((tmp_path / "costs.json").read_text())) == {"curves", "tiers", "engine"}
     assert CostProfile.load(tmp_path / "costs.json") == fresh
+    for requests in range(1, 3 * KEPT):
+        assert len(profile.table(requests, 3)) == 4
+        assert len(profile._tables) <= KEPT
 
 
 def test_file_round_trip(tmp_path: Path) -> None:
