@@ -53,6 +53,7 @@ HIDDEN, LATENT, INNER, EXPERTS, TOP_K, RANK = 7168, 3584, 3072, 896, 16, 16
 VOCAB = 163840
 HEADS, DIM, KV_LATENT, EXTRA, LOW_QUERY, SLOTS = 96, 128, 512, 64, 1536, 4
 FEW_EXPERTS = 16  # their number is no part of the code, but for the tile that it leads to
+EXPERT_LOADS = (1, 8, 11, 20, 40, 100, 146, 256)  # rows an expert, one for each form of a tile, and more
 BF16 = torch.bfloat16
 
 
@@ -195,7 +196,7 @@ def _moe_calls() -> Iterator[tuple[str, Any]]:
         a1=randn(RANK, LATENT), b1=randn(FEW_EXPERTS, INNER, RANK), a3=randn(RANK, LATENT),
         b3=randn(FEW_EXPERTS, INNER, RANK), a2=randn(FEW_EXPERTS, RANK, INNER), b2=randn(LATENT, RANK), scaling=2.0,
     )  # fmt: skip
-    for tokens in (1, 4, 16, 64, 256):  # rows an expert: 1, 4, 16, 64, 256
+    for tokens in EXPERT_LOADS:
         chosen = torch.arange(FEW_EXPERTS).repeat(tokens, 1)[:, :TOP_K]
         z, weights = randn(tokens, LATENT), randn(tokens, TOP_K, dtype=torch.float32)
         for name, lora in (("", ()), (", LoRA", (term,))):
@@ -205,9 +206,9 @@ def _moe_calls() -> Iterator[tuple[str, Any]]:
                     z, w, c, w13, w2, situ_beta=4.0, situ_linear_beta=25.0, lora=t
                 ),
             )
-    for rows in (256, 2048, 2336, 4096):
-        ends = torch.full((FEW_EXPERTS,), rows // FEW_EXPERTS, dtype=torch.int32).cumsum(0).int()
-        yield f"training, {rows // FEW_EXPERTS} rows an expert", lambda r=rows, e=ends: (
+    for load in EXPERT_LOADS:
+        rows, ends = load * FEW_EXPERTS, torch.full((FEW_EXPERTS,), load, dtype=torch.int32).cumsum(0).int()
+        yield f"training, {load} rows an expert", lambda r=rows, e=ends: (
             grouped_mxfp4(randn(r, LATENT), w13, e), grouped_mxfp4_transposed(randn(r, 2 * INNER), w13, e),
             grouped_mxfp4(randn(r, INNER), w2, e), grouped_mxfp4_transposed(randn(r, LATENT), w2, e),
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -17,12 +18,23 @@ KERNELS = {
     "_attn_res_norm", "_norm_rows", "_gated", "_mla_norms", "_kda_decode", "_verify", "_fold", "_roll", "_conv",
     "_read_split", "_merge", "_choose", "_dispatch", "_reorder", "gate_up_kernel", "down_kernel", "_combine",
     "_low_kernel", "_forward", "_backward", "_skinny", "_expand", "_situ",
-    "_block_attention", "_shrink", "_expand_sum",
+    "_block_attention", "_shrink", "_expand_sum", "_prepare", "_sum_parts", "_pick",
 }  # fmt: skip
 
 NEVER_DEPENDENT = {  # no part of a plain decode step of ours
     "_verify", "_fold", "_roll", "_conv", "_forward", "_backward", "_block_attention", "_shrink", "_expand_sum",
+    "_prepare",
 }  # fmt: skip
+
+
+def test_each_form_of_a_tile_is_looked_at() -> None:
+    """A form that no case picks would be looked at by nobody: not for spills, not for hazards."""
+    from miles_k3.k3.kernels.grouped_mxfp4 import forward_shape
+
+    (line,) = (line for line in SCRIPT.read_text().splitlines() if line.startswith("EXPERT_LOADS"))
+    loads = ast.literal_eval(line.split("=")[1].split("#")[0].strip())
+    forms = {forward_shape(rows, 896) for rows in range(1, 896 * 300, 64)}
+    assert {forward_shape(load * 896, 896) for load in loads} == forms
 
 
 @pytest.mark.slow
