@@ -53,6 +53,7 @@ HIDDEN, LATENT, INNER, EXPERTS, TOP_K, RANK = 7168, 3584, 3072, 896, 16, 16
 VOCAB = 163840
 HEADS, DIM, KV_LATENT, EXTRA, LOW_QUERY, SLOTS = 96, 128, 512, 64, 1536, 4
 FEW_EXPERTS = 16  # their number is no part of the code, but for the tile that it leads to
+HOPPER = 90
 EXPERT_LOADS = (1, 8, 11, 20, 40, 100, 146, 256)  # rows an expert, one for each form of a tile, and more
 BF16 = torch.bfloat16
 
@@ -287,6 +288,11 @@ def usage(cubin: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _hazards(capability: int, cubin: Path) -> int:
+    """Only Hopper's products read registers while the program goes on; of later GPUs Triton's tools can't tell more."""
+    return len(hazards(_told(cubin, "-sass"))) if capability == HOPPER else 0
+
+
 def compile_all(capability: int, scratch: Path, *, dependent: bool = False) -> list[Compiled]:
     """Every kernel of `calls`, once for each of its forms. `dependent`: as they are for programmatic launches."""
     seen: dict[str, Compiled] = {}
@@ -302,7 +308,7 @@ def compile_all(capability: int, scratch: Path, *, dependent: bool = False) -> l
             registers, spilled = usage(cubin)
             seen[kernel.hash] = Compiled(
                 kernel=name, call=call, warps=kernel.metadata.num_warps, registers=registers, spilled=spilled,
-                shared=kernel.metadata.shared, hazards=len(hazards(_told(cubin, "-sass"))),
+                shared=kernel.metadata.shared, hazards=_hazards(capability, cubin),
                 waits="griddepcontrol.wait" in kernel.asm["ptx"],
             )  # fmt: skip
     return list(seen.values())
