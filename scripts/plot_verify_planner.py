@@ -1,6 +1,7 @@
 """Tokens a second of `trim` beside the better of verify-all and no speculation, on made-up and measured cost curves.
 
-The measured curve is the tiny K3's forward on this machine, without caches: what there is before an engine verifies.
+Measured are the tiny K3's forward on this machine, without caches, which is what there is before an engine verifies,
+and K3's first four layers on an H200 (docs/data/speculative_h200_costs.json).
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/images/verify_planner.png"))
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--h200", type=Path, default=Path("docs/data/speculative_h200_costs.json"))
     args = parser.parse_args()
     profiles = {name: synthetic_profile(curve) for name, curve in CURVES.items()}
     profiles["tiny K3, 2 CPU cores"] = measured()
-    figure, axes = plt.subplots(2, 3, figsize=(13, 7), sharex=True, sharey=True, layout="constrained")
-    for axis, (name, profile) in zip(axes.flat, profiles.items(), strict=True):
+    profiles["K3's first four layers, one H200"] = CostProfile.load(args.h200)
+    figure, axes = plt.subplots(2, 4, figsize=(16, 7), sharex=True, sharey=True, layout="constrained")
+    for axis, (name, profile) in zip(axes.flat, profiles.items(), strict=False):
         for quality, color in zip(QUALITIES, ("tab:red", "tab:blue", "tab:green"), strict=True):
             found = [rates(profile, r, quality, count=args.rounds) for r in LOADS]
             better = [max(f[PlanMode.OFF], f[PlanMode.VERIFY_ALL]) for f in found]
@@ -56,7 +59,8 @@ def main() -> None:
         axis.set_xlabel("requests")
     for axis in axes[:, 0]:
         axis.set_ylabel("tokens a second / better of the other two")
-    axes[0, 0].legend(fontsize=7)
+    axes[1, 3].set_axis_off()
+    axes[1, 3].legend(*axes[0, 0].get_legend_handles_labels(), fontsize=9, loc="center")
     figure.savefig(args.out, dpi=110)
 
 

@@ -54,11 +54,14 @@ def rates(
     for mode in PlanMode:
         planner, tokens, seconds = Planner(mode, accept, calibration, profile), 0.0, 0.0
         drafts = bool(planner.members(requests, [History()] * requests).any())
+        at_once = profile.whole_seconds(requests) if drafts and planner.verifies_whole else None
         for chances_RG in rounds_of(requests, count, quality):
             drafted_R = planner.plan(chances_RG) if drafts else np.zeros(requests, dtype=np.int64)
+            drafted_R = drafted_R if at_once is None else np.full(requests, BLOCK)
             verified_RG = np.arange(BLOCK) < drafted_R[:, None]
             tokens += requests + float((np.cumprod(chances_RG, axis=1) * verified_RG).sum())
-            seconds += float(profile.seconds(requests, requests + int(drafted_R.sum())))
-            seconds += profile.draft_seconds(requests) if drafts else 0.0
+            apart = float(profile.seconds(requests, requests + int(drafted_R.sum())))
+            apart += profile.draft_seconds(requests) if drafts else 0.0
+            seconds += apart if at_once is None else at_once
         out[mode] = tokens / seconds
     return out
